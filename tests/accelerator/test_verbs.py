@@ -55,11 +55,10 @@ def test_fsdp2_on_a_device_that_was_set(
     ],
     ids=["stage-0", "experts", "tensors"],
 )
-@pytest.mark.parametrize("chosen", [False, True], ids=["not-set", "set"])
 def test_fsdp2(
-    kind: str, stage: int, options: dict[str, Any], chosen: bool, checkpoints: TinyCheckpoints, tmp_path: Path
+    kind: str, stage: int, options: dict[str, Any], checkpoints: TinyCheckpoints, tmp_path: Path
 ) -> None:
-    run(kind, checkpoints, tmp_path, "fsdp2", stage, options, None, None, chosen)
+    run(kind, checkpoints, tmp_path, "fsdp2", stage, options)
 
 
 @pytest.mark.slow
@@ -72,10 +71,8 @@ def test_fsdp2_offloaded(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("chosen", [False, True], ids=["not-set", "set"])
-def test_deepspeed(stage: int, chosen: bool, checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
-    config = deepspeed_config(stage)
-    run("qwen3", checkpoints, tmp_path, "deepspeed", stage, {}, config, None, chosen)
+def test_deepspeed(stage: int, checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
+    run("qwen3", checkpoints, tmp_path, "deepspeed", stage, {}, deepspeed_config(stage))
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Real servers on loopback, from the package index: rclone (HTTP, WebDAV) and SeaweedFS or moto (S3)."""
+"""Real servers on loopback, from the package index: rclone (HTTP, WebDAV) and SeaweedFS (S3)."""
 
 import contextlib
 import os
@@ -71,42 +71,31 @@ def rclone(folder: Path, kind: str, *more: str) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def s3(kind: str) -> Iterator[str]:
-    """The endpoint of an S3 server with the empty bucket ``BUCKET``: weed or moto."""
+def s3() -> Iterator[str]:
+    """The endpoint of an S3 server with the empty bucket ``BUCKET``."""
     with contextlib.ExitStack() as stack:
-        yield _started(kind, stack)
+        yield _started(stack)
 
 
-def _started(kind: str, stack: contextlib.ExitStack, attempts: int = 3) -> str:
+def _started(stack: contextlib.ExitStack, attempts: int = 3) -> str:
     """The endpoint of a server that runs until ``stack`` is closed."""
     port = free_port()
     endpoint = f"http://127.0.0.1:{port}"
     own = stack.enter_context(tempfile.TemporaryDirectory())
-    if kind == "weed":
-        names = ("master", "volume", "filer")
-        # The ports of its gRPC servers too, which else are these and 10 000 more.
-        ports = [f"-{name}.port={free_port()}" for name in names]
-        ports += [f"-{name}.port.grpc={free_port()}" for name in (*names, "s3")]
-        command = [
-            located("weed") or "weed",
-            "server",
-            f"-dir={own}",
-            "-ip=127.0.0.1",
-            "-s3",
-            f"-s3.port={port}",
-            *ports,
-        ]
-        # Two servers of its that nobody asks have ports of their own, which are always the same.
-        command += ["-s3.port.iceberg=0", "-s3.port.lance=0"]
-        command += ["-volume.max=8", "-master.volumeSizeLimitMB=1024"]
-    else:
-        command = ["moto_server", "-H", "127.0.0.1", "-p", str(port)]
+    names = ("master", "volume", "filer")
+    # The ports of its gRPC servers too, which else are these and 10 000 more.
+    ports = [f"-{name}.port={free_port()}" for name in names]
+    ports += [f"-{name}.port.grpc={free_port()}" for name in (*names, "s3")]
+    command = [located("weed") or "weed", "server", f"-dir={own}", "-ip=127.0.0.1", "-s3", f"-s3.port={port}"]
+    # Two servers of its that nobody asks have ports of their own, which are always the same.
+    command += [*ports, "-s3.port.iceberg=0", "-s3.port.lance=0"]
+    command += ["-volume.max=8", "-master.volumeSizeLimitMB=1024"]
     try:
         stack.enter_context(running(command, endpoint, own))
     except AssertionError:
         if attempts == 1:
             raise
-        return _started(kind, stack, attempts - 1)  # another program may have taken one of the ports
+        return _started(stack, attempts - 1)  # another program may have taken one of the ports
     for _ in range(100):
         with contextlib.suppress(OSError):
             request = urllib.request.Request(f"{endpoint}/{BUCKET}", method="PUT")

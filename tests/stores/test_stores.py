@@ -10,6 +10,7 @@ from tests.stores import servers
 from zerostart.testing import StorageConformance
 
 
+@pytest.mark.slow
 class TestWeb(StorageConformance):
     """A web server without lists and without ETags."""
 
@@ -27,14 +28,14 @@ class TestWebDAV(StorageConformance):
             yield lambda name: f"{address}/{name}"
 
 
-class S3(StorageConformance):
-    kind: str
+@pytest.mark.slow
+class TestSeaweed(StorageConformance):
     endpoint: str
 
     @pytest.fixture(scope="class", autouse=True)
     @classmethod
     def server(cls) -> Iterator[None]:
-        with servers.s3(cls.kind) as cls.endpoint:
+        with servers.s3() as cls.endpoint:
             yield
 
     @contextmanager
@@ -45,17 +46,3 @@ class S3(StorageConformance):
 
     def follow(self, folder: Path) -> None:
         servers.upload(folder, self.endpoint, "some/model")
-
-
-@pytest.mark.slow
-class TestSeaweed(S3):
-    kind = "weed"
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not servers.has("moto_server"), reason="moto's server is not installed")
-class TestMoto(S3):
-    kind = "moto"
-
-
-del S3
