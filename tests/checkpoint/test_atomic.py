@@ -8,17 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 import zerostart
-from tests.checkpoint.shared_directory import ENTRIES, KINDS, SHARDS, SINGLE, described, save_model, value_of
+from tests.checkpoint.shared_directory import KINDS, SHARDS, SINGLE, described, save_model, value_of
 from tests.ranks import rank_outcomes
 from tests.syscalls import FAILURES, Calls
 from zerostart.checkpoint.verifying import verify
 from zerostart.checkpoint.write import staging as publishing_of_checkpoints
 from zerostart.checkpoint.write.staging import RenamePlan, finish_switched
 from zerostart.distributed.world import World, current_world
-from zerostart.errors import ReadError
 from zerostart.state.saving.writing import publishing
 
 ALONE = World(0, 1, None)
@@ -125,21 +123,6 @@ def test_killed_at_any_call(
     assert points > 30
     with capsys.disabled():
         print(f" killed at {points} points", end="")
-
-
-def test_a_configuration_that_comes_after_the_weights_were_opened(tmp_path: Path) -> None:
-    """Of a save that has made its switch, and has not removed the old weights yet."""
-    KINDS["model"](tmp_path, 1.0, SHARDS)
-
-    def model() -> torch.nn.Module:
-        built = torch.nn.Module()
-        for name, _, shape in ENTRIES:
-            built.register_parameter(name, torch.nn.Parameter(torch.empty(shape, device="meta")))
-        (tmp_path / "config.json").write_text('{"value": 2.00}')
-        return built
-
-    with pytest.raises(ReadError, match=r"config\.json was changed while the checkpoint was opened"):
-        zerostart.load(tmp_path, model, engine="fsdp2", progress=False)
 
 
 @pytest.mark.usefixtures("_without_disk")

@@ -16,7 +16,6 @@ from zerostart.checkpoint.write.shards import plan_shards
 from zerostart.checkpoint.write.writer import CheckpointWriter
 from zerostart.distributed.world import World
 from zerostart.engines import Shard
-from zerostart.errors import WriteError
 from zerostart.geometry.layout import Layout, dimension_shard, flat_partition
 from zerostart.state.saving.writing import Files, Publication, plain, planned, write_tensors
 from zerostart.transfer.writing import write_out
@@ -120,22 +119,3 @@ def test_a_device_that_has_no_such_writes(
     found = load_file(tmp_path / "model.safetensors")
     assert all(torch.equal(found[n].view(torch.int16), t.view(torch.int16)) for n, t in tensors.items())
     assert sum(n for _, _, n in written) == layout.total_size + sum(len(f.header) for f in layout.files)
-
-
-@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
-def test_what_goes_wrong_past_the_cache_is_told(
-    error: int, tmp_path: Path, written: Written, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pwrite = os.pwrite
-
-    def failing(handle: int, view: memoryview, offset: int) -> int:
-        if fcntl.fcntl(handle, fcntl.F_GETFL) & os.O_DIRECT:
-            raise OSError(error, os.strerror(error))
-        return pwrite(handle, view, offset)
-
-    monkeypatch.setattr(os, "pwrite", failing)
-    whole = torch.zeros(1 << 20)
-    outgoing = [plain("w", shard("w", whole, flat_partition((1 << 20,), 0, 1)))]
-    with pytest.raises(WriteError, match=f"writing failed: {os.strerror(error)}"):
-        write_tensors(Publication(Files(tmp_path)), [("w", "F32", whole.shape)], outgoing, World(0, 1, None))
-    assert not list(tmp_path.iterdir())

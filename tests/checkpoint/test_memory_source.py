@@ -8,54 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 import zerostart
-from tests.drawn import examples
 from tests.ranks import Outcome, rank_outcomes, run_ranks
 from tests.tiny import TinyCheckpoints
 from zerostart import errors
-from zerostart.checkpoint.catalog import Catalog
 from zerostart.checkpoint.memory import memory_catalog
-from zerostart.distributed.world import World
-from zerostart.geometry.layout import flat_partition
 from zerostart.live.report import Report
-from zerostart.recipe import Recipe, SymbolicTensor, Target, torch_dtype
-from zerostart.transfer import MemoryReader, Progress, execute
-from zerostart.transfer.collective import HolderReader
-from zerostart.transfer.planning import Destination, PlanOptions, join
-
-
-def shard(catalog: Catalog, name: str, rank: int, world: int, chunk: int) -> torch.Tensor:
-    entry = catalog.tensors[name]
-    dtype = torch_dtype(entry.dtype)
-    symbolic = SymbolicTensor.of(name, entry.shape, dtype, entry.strides)
-    layout = flat_partition(entry.shape, rank, world)
-    destination = Destination(name, layout.numel, layout.owned, dtype, direct=True)
-    recipe = Recipe(Target(name, entry.shape, dtype), symbolic.pieces)
-    plan = join(catalog, [(recipe, layout, destination)], PlanOptions(chunk_size=chunk))
-    storage = torch.empty(layout.numel, dtype=dtype)
-    assert execute(plan, [storage], Progress(plan.read_bytes, shown=False), 2) == plan.read_bytes
-    return storage
-
-
-@settings(max_examples=examples(80))
-@given(data=st.data())
-def test_random_views_are_read_as_they_are(data: st.DataObject) -> None:
-    dtype = data.draw(st.sampled_from([torch.float32, torch.bool, torch.bfloat16, torch.int64]))
-    base = torch.arange(360).remainder(5).to(dtype)
-    shape = data.draw(st.lists(st.integers(0, 4), max_size=4))
-    strides = [data.draw(st.integers(0, 20)) for _ in shape]
-    reach = sum(max(0, n - 1) * s for n, s in zip(shape, strides, strict=True))
-    tensor = base.as_strided(shape, strides, data.draw(st.integers(0, 359 - reach)))
-    catalog = memory_catalog({"other": base[:7], "w": tensor})
-    assert len(catalog.files) == 1
-    world = data.draw(st.integers(1, 3))
-    chunk = data.draw(st.sampled_from([16, 64, 1 << 20]))
-    parts = [shard(catalog, "w", rank, world, chunk) for rank in range(world)]
-    assert torch.equal(torch.cat(parts)[: tensor.numel()].view(shape), tensor)
 
 
 def changed_in(how: str, tensor: torch.Tensor) -> None:
@@ -202,16 +162,6 @@ def load_measured() -> tuple[int, int]:
     return zerostart.report(model).peak_host_bytes, size
 
 
-def test_a_mapping_brings_no_configuration(checkpoints: TinyCheckpoints) -> None:
-    import transformers
-
-    for model in (None, transformers.Qwen3ForCausalLM):
-        with pytest.raises(errors.ConfigError, match=r"config\.json.*model="):
-            zerostart.plan({"w": torch.ones(1)}, model=model)
-    with pytest.raises(errors.ConfigError, match="None on every rank"):
-        zerostart.plan(None)
-
-
 def same_error(outcomes: list[Outcome], kind: type[errors.ZerostartError], *words: str) -> None:
     report = "\n".join(outcome.describe() for outcome in outcomes)
     for outcome in outcomes:
@@ -262,34 +212,3 @@ def load_odd(what: str, path: Path) -> None:
         tensors.pop("1.bias")
         source = tensors if rank == 0 else None
     zerostart.load(source, model, engine="fsdp2", progress=False)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_that_fails_half_way_keeps_nobody_waiting(victim: int) -> None:
-    outcomes = rank_outcomes(load_failing, 3, victim)
-    same_error(outcomes, errors.ZerostartError, f"rank {victim}", "no room")
-
-
-def load_failing(victim: int) -> None:
-    """After the third message, the victim cannot copy any more; the group is whole afterwards."""
-    count = 0
-
-    def failing(self: Any, file: int, offset: int, buffers: Any) -> None:
-        nonlocal count
-        count += 1
-        if count > 3:
-            raise MemoryError("no room")
-        original(self, file, offset, buffers)
-
-    reader: Any = MemoryReader if victim == 0 else HolderReader
-    original = reader.read
-    tensors = large().state_dict() if dist.get_rank() == 0 else None
-    if dist.get_rank() == victim:
-        reader.read = failing
-    try:
-        zerostart.load(tensors, large, engine="fsdp2", progress=False, chunk_size=1 << 16)
-    finally:
-        reader.read = original
-        everyone = World(dist.get_rank(), 3, dist.group.WORLD).all_gather_object(dist.get_rank(), "after")
-        assert everyone == [0, 1, 2]

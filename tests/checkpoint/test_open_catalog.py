@@ -1,7 +1,6 @@
 """From a path or a hub id to a catalog: what is found, and what is refused."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -83,15 +82,6 @@ def test_a_relative_path_and_the_home_directory(tmp_path: Path, monkeypatch: pyt
         assert open_catalog(source).root == str(tmp_path / "here")
 
 
-def test_a_tensor_that_the_index_does_not_list_belongs(tmp_path: Path) -> None:
-    """As in transformers, which loads every key of every listed file."""
-    index = save_index(tmp_path)
-    document = json.loads(index.read_text())
-    del document["weight_map"]["b"]
-    index.write_text(json.dumps(document))
-    assert "b" in open_catalog(tmp_path).tensors
-
-
 def test_nothing_there(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFoundError, match="no such file or directory"):
         open_catalog(tmp_path / "absent")
@@ -139,25 +129,6 @@ def test_index_entries_stay_inside(name: str, tmp_path: Path) -> None:
         open_catalog(folder)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "[]",
-        "{}",
-        '{"weight_map": {}}',
-        '{"weight_map": []}',
-        '{"weight_map": {"a": "x"',
-        '{"weight_map": null}',
-    ],
-)
-def test_a_malformed_index(text: str, tmp_path: Path) -> None:
-    index = save_index(tmp_path)
-    index.write_text(text)
-    with pytest.raises(CheckpointError, match="index"):
-        open_catalog(tmp_path)
-
-
 def test_a_listed_tensor_that_no_shard_has(tmp_path: Path) -> None:
     save_index(tmp_path, ghost="model-00001-of-00003.safetensors")
     with pytest.raises(CheckpointError, match=r"places tensor 'ghost' in .*00001.*no shard has it"):
@@ -174,14 +145,6 @@ def test_a_tensor_in_two_shards(tmp_path: Path) -> None:
     save_index(tmp_path)
     save(tmp_path / "model-00003-of-00003.safetensors", "e", "b")
     with pytest.raises(CheckpointError, match=r"00003.*tensor 'b' is also in .*00001"):
-        open_catalog(tmp_path)
-
-
-def test_a_damaged_shard_is_named(tmp_path: Path) -> None:
-    save_index(tmp_path)
-    shard = tmp_path / "model-00002-of-00003.safetensors"
-    os.truncate(shard, shard.stat().st_size - 1)
-    with pytest.raises(CheckpointError, match=r"00002-of-00003.*truncated"):
         open_catalog(tmp_path)
 
 
@@ -212,12 +175,6 @@ def test_a_hub_id_in_the_local_cache(hub_cache: Path) -> None:
     assert all(Path(file).parent == hub_cache for file in catalog.files)
     assert open_catalog(f"someone/tiny@{hub_cache.name}") == catalog
     assert open_catalog("someone/tiny@main") == catalog
-
-
-def test_a_hub_id_whose_snapshot_lacks_a_shard(hub_cache: Path) -> None:
-    (hub_cache / "model-00002-of-00003.safetensors").unlink()
-    with pytest.raises(CheckpointNotFoundError, match=r"00002-of-00003.*index"):
-        open_catalog("someone/tiny")
 
 
 @pytest.mark.parametrize("name", ["someone/absent", "someone/tiny@v9", "nothing"])

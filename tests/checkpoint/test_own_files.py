@@ -29,7 +29,6 @@ from tests.checkpoint.shared_directory import (
 from tests.ranks import run_ranks
 from tests.syscalls import Calls
 from zerostart.checkpoint.source import open_catalog
-from zerostart.checkpoint.write import folders
 from zerostart.errors import CheckpointError, WriteError
 from zerostart.state.resuming.retention import prune
 from zerostart.state.saving.writing import publishing
@@ -244,11 +243,6 @@ def test_a_made_up_plan_does_no_harm(plan: Any, tmp_path: Path) -> None:
     assert not (path / ".zerostart").exists()
 
 
-def killed(path: Path, kind: str, at: int) -> None:
-    with Calls().watched(chosen=at):
-        KINDS[kind](path, 1.0, SHARDS)
-
-
 def test_a_reader_finishes_a_save_that_was_killed_after_its_switch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -303,38 +297,6 @@ def test_processes_save_at_once(size: int, count: int, tmp_path: Path) -> None:
     for place in ("out", "beside"):
         zerostart.verify(tmp_path / place)
         assert not (tmp_path / place / ".zerostart").exists()
-
-
-@pytest.mark.parametrize("without", ["locks", "synced directories"])
-def test_file_systems_that_cannot_do_all(
-    without: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Some network file systems have no locks, and some know no sync of a directory."""
-    fsync = os.fsync
-
-    def refused(number: int) -> Callable[..., Any]:
-        def call(*_: object, **__: object) -> None:
-            raise OSError(number, os.strerror(number))
-
-        return call
-
-    def files_alone(handle: int) -> None:
-        if stat.S_ISDIR(os.fstat(handle).st_mode):
-            raise OSError(errno.EINVAL, "no file")
-        fsync(handle)
-
-    if without == "locks":
-        monkeypatch.setattr(folders.fcntl, "flock", refused(errno.ENOLCK))
-    else:
-        monkeypatch.setattr(os, "fsync", files_alone)
-    for kind, save in KINDS.items():
-        for value, size in ((1.0, SHARDS), (2.0, SHARDS), (3.0, SINGLE), (4.0, SHARDS)):
-            save(tmp_path / "out", value, size)
-            assert value_of(tmp_path / "out", kind) == value
-    assert zerostart.verify(tmp_path / "out").tensors == 15
-    killed(tmp_path / "out", "model", 20)
-    save_model(tmp_path / "out", 5.0)
-    assert not (tmp_path / "out" / ".zerostart").exists()
 
 
 def test_a_prune_that_was_killed_is_finished_by_the_next_one(tmp_path: Path) -> None:

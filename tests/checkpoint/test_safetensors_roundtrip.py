@@ -10,10 +10,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from tests.drawn import examples
-from zerostart.checkpoint.formats import safetensors as safetensors_format
 from zerostart.checkpoint.formats.safetensors import read_header
 from zerostart.checkpoint.source import open_catalog
-from zerostart.checkpoint.write import shards
 from zerostart.checkpoint.write.shards import plan_shards
 from zerostart.checkpoint.write.writer import CheckpointWriter
 
@@ -93,19 +91,6 @@ def test_what_we_write_is_byte_for_byte_the_librarys(
     save_file(tensors, tmp_path / "library.safetensors", metadata=metadata)
     ours = tmp_path / "ours" / "model.safetensors"
     assert ours.read_bytes() == (tmp_path / "library.safetensors").read_bytes()
-
-
-def test_a_file_has_no_header_that_readers_refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards, "MAX_HEADER_BYTES", 600)
-    monkeypatch.setattr(safetensors_format, "MAX_JSON_BYTES", 700)
-    described = [(f"a{{,{{,\u00e9{number}", "U8", (1, 1)) for number in range(20)]  # punctuation is counted
-    for before in (None, dict.fromkeys([name for name, _, _ in described], 0)):
-        layout = plan_shards(described, before=before)
-        assert 4 <= len(layout.files) <= 10
-        for file in layout.files:
-            (tmp_path / file.name).write_bytes(file.header.ljust(file.size))
-            read_header(tmp_path / file.name)
-    assert len(plan_shards(described[:2]).files) == 1
 
 
 @SETTINGS

@@ -102,20 +102,6 @@ def test_views_are_strides_and_not_copies(world: int, tmp_path: Path) -> None:
     assert path.stat().st_size < 5000
 
 
-def test_a_state_dict_of_a_module_with_ties_and_attributes(tmp_path: Path) -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4))
-    model[2].weight = model[0].weight
-    state = model.state_dict()
-    state["attributed"] = torch.nn.Parameter(torch.ones(2))
-    state["attributed"].note = {"tp": True}
-    state["plain attributed"] = torch.zeros(3)
-    state["plain attributed"].note = [1]
-    path = tmp_path / "x.ckpt"
-    torch.save(state, path)
-    catalog = assert_same(path)
-    assert catalog.tensors["0.weight"].offset == catalog.tensors["2.weight"].offset
-
-
 def test_shards_with_an_index(tmp_path: Path) -> None:
     shards = {
         f"pytorch_model-0000{i}-of-00002.bin": {f"a{i}": torch.randn(3), f"b{i}": torch.randn(2, 2)}

@@ -1,6 +1,5 @@
 """The local launcher, with workers that import no torch."""
 
-import json
 import os
 import signal
 import subprocess
@@ -51,30 +50,6 @@ def test_results_and_environment(worker):
     """)
     results = run_local_ranks(module, ["a", "b"], 2, env=env)
     assert results == [[["a", "b"], [str(r), str(r), "2", "2", "127.0.0.1"], True, True] for r in range(2)]
-
-
-def test_a_result_that_is_not_finite_is_null_in_json(worker, tmp_path):
-    module, env = worker("""
-        import atexit, shutil
-        atexit.register(shutil.copy, os.environ["ZEROSTART_STATUS_FILE"], argv[0])
-        return {"loss": float("nan"), "all": [1.5, float("inf")], "by step": {0: -float("inf")}}
-    """)
-    results = run_local_ranks(module, [str(tmp_path / "status")], 1, env=env)
-    assert results == [{"loss": None, "all": [1.5, None], "by step": {"0": None}}]
-    json.loads((tmp_path / "status").read_text(), parse_constant=pytest.fail)
-
-
-def test_a_rank_that_is_aborted_after_its_result_has_ended_well(worker):
-    """As threads of torch do at times, which are not down when the interpreter is."""
-    module, env = worker("""
-        import atexit
-        atexit.register(os.abort) if rank else time.sleep(1)
-        return rank
-    """)
-    assert run_local_ranks(module, [], 2, grace=0.2, env=env) == [0, 1]
-    module, env = worker("os.abort() if rank else time.sleep(1)")
-    with pytest.raises(PeerError, match=r"rank 1 was killed by signal 6 \(SIGABRT\)"):
-        run_local_ranks(module, [], 2, env=env)
 
 
 def test_the_agreed_error_comes_back_by_type_and_text(worker, capfd):

@@ -1,10 +1,9 @@
 """A pytest plugin: DeepSpeed's own tests with zerostart's construction under them.
 
-Wherever a test calls ``deepspeed.initialize`` for one of the stages (ZeRO 1 and 2, or those that the
-environment names), its model is first born again in shards by the public way: its state dict, held by rank 0
-alone, is the source, and the module itself, its parameters on meta, the model of ``zerostart.load``. The
-module, the parameter groups and the client's optimizer then hold the new parameters in the place of the old
-ones, and the test goes on.
+Wherever a test calls ``deepspeed.initialize`` for ZeRO 1 or 2, its model is first born again in shards by the
+public way: its state dict, held by rank 0 alone, is the source, and the module itself, its parameters on meta,
+the model of ``zerostart.load``. The module, the parameter groups and the client's optimizer then hold the new
+parameters in the place of the old ones, and the test goes on.
 
 DeepSpeed's ``DistributedTest`` runs a test in processes that it pickles the test object for. The object gets
 a passenger that does the same to DeepSpeed in each of them.
@@ -12,7 +11,6 @@ a passenger that does the same to DeepSpeed in each of them.
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import multiprocessing
@@ -29,10 +27,6 @@ __all__ = ["LOG", "Passenger", "born_again", "install"]
 
 #: Environment variable with the file to which each engine that is made so adds a line.
 LOG = "ZEROSTART_CONSTRUCTIONS"
-#: Environment variable with the digits of the stages.
-STAGES = "ZEROSTART_STAGES"
-#: Environment variable that says whether ``save_checkpoint`` and ``load_checkpoint`` are zerostart's as well.
-SAVING = "ZEROSTART_SAVING"
 #: Modules of DeepSpeed's test tree, which import ``deepspeed.initialize`` by its module.
 _COMMON = "unit.common"
 #: Marks of parameters that are partitioned, experts of one rank, or slices that a test has cut by hand.
@@ -83,19 +77,13 @@ def install() -> None:
         given = signature.bind(*args, **kwargs).arguments
         config = given.get("config") or given.get("config_params")
         kept = None
-        served = str(_stage(config)) in os.environ.get(STAGES, "12") and isinstance(config, Mapping)
-        unshared = given.get("mpu") is None or _sequences(given) > 1
-        if served and unshared and _plain(given["model"]) and _sliced(given["model"], config):
+        if _flat(config) and given.get("mpu") is None and _plain(given["model"]):
             kept = born_again(given, config)
         engine = original(**given)
         del kept  # fp32 masters are read from it while the engine is made
         return engine
 
     deepspeed.initialize = initialize
-    if os.environ.get(SAVING):
-        import zerostart
-
-        zerostart.enable()
 
 
 def _stage(config: object) -> int:
@@ -111,33 +99,9 @@ def _plain(model: nn.Module) -> bool:
     return bool(parameters) and not parted and not getattr(model, "ds_autotp_parsed", False)
 
 
-def _sliced(model: nn.Module, config: Mapping[str, Any]) -> bool:
-    """Whether DeepSpeed slices something, where it is to share tensors: else a load refuses the model.
-
-    Those engines are made for their groups of ranks, or of models that the test has sliced by hand.
-    """
-    import zerostart
-
-    if not config.get("tensor_parallel"):
-        return True
-    empty = copy.deepcopy(model)
-    _to_meta(empty)
-    try:
-        zerostart.plan(None, 4, model=empty, zero_stage=_stage(config), engine_config=config)
-    except zerostart.ZerostartError as refusal:
-        return "DeepSpeed shards no layer" not in str(refusal)
-    return True
-
-
-def _flat(config: Mapping[str, Any]) -> bool:
+def _flat(config: object) -> bool:
     """Whether parameters are whole on every rank, in flat buffers."""
-    return _stage(config) in (1, 2) and not config.get("tensor_parallel")
-
-
-def _sequences(given: Mapping[str, Any]) -> int:
-    """How many ranks share a sequence, as the ``mpu`` of Ulysses says."""
-    size = getattr(given.get("mpu"), "get_sequence_parallel_world_size", None)
-    return 1 if size is None else int(size())
+    return isinstance(config, Mapping) and _stage(config) in (1, 2) and not config.get("tensor_parallel")
 
 
 def born_again(given: dict[str, Any], config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -156,16 +120,14 @@ def born_again(given: dict[str, Any], config: Mapping[str, Any]) -> dict[str, to
     training = {module: module.training for module in model.modules()}
     before = dict(model.named_parameters())
     _to_meta(model)
-    sequences = _sequences(given)
-    if sequences == 1:  # Without an mpu DeepSpeed shares none, whatever the section says.
-        config = {key: value for key, value in config.items() if key != "sequence_parallel_size"}
+    # Without an mpu DeepSpeed shares no sequences, whatever the section says.
+    config = {key: value for key, value in config.items() if key != "sequence_parallel_size"}
     zerostart.load(
         state if dist.get_rank() == 0 else None,
         model,
         zero_stage=_stage(config),
         engine_config=config,
-        sequence_parallel=sequences,
-        exchange=os.environ.get("ZEROSTART_EXCHANGE", "1") == "1" if _flat(config) else None,
+        exchange=os.environ.get("ZEROSTART_EXCHANGE", "1") == "1",
         progress=False,
     )
     for module, mode in training.items():
