@@ -11,8 +11,8 @@
 #   make bench           the load benchmark beside other routes
 #   make serving         real inference engines that take pushed weights (tests/serving), in an environment of their own
 #   make gpu-check       what only an accelerator can show
-#   make upstream        other projects' own scripts and tests, from checkouts: DEEPSPEED=, TRANSFORMERS=, TRL=,
-#                        DIFFSYNTH=, each at its installed version; what is not given is left out
+#   make upstream        other projects' own tests and scripts, from checkouts at the installed versions: DEEPSPEED=,
+#                        DIFFSYNTH=; what is not given is left out
 #
 # PIP_ARGS is passed to every pip install: an index or a directory with the torch build of your choice.
 
@@ -117,14 +117,11 @@ $(SERVING)/installed: $(STAMP) tests/serving/requirements.py
 gpu-check: $(STAMP)
 	$(BIN)/python benchmarks/gpu_check.py
 
-# DeepSpeed's tests of ZeRO-1 and ZeRO-2; then scripts of the projects that build on it.
+# DeepSpeed's tests of ZeRO-1 and ZeRO-2; DiffSynth-Studio's training scripts.
 upstream: $(STAMP) $(if $(DIFFSYNTH),build/diffsynth)
 	$(if $(DEEPSPEED),$(BIN)/python tests/upstream_suites/run.py $(abspath $(DEEPSPEED)))
-	$(if $(TRANSFORMERS),ZEROSTART_TRANSFORMERS=$(abspath $(TRANSFORMERS))) \
-	$(if $(TRL),ZEROSTART_TRL=$(abspath $(TRL))) \
-	$(if $(DIFFSYNTH),ZEROSTART_DIFFSYNTH=$(abspath $(DIFFSYNTH))) \
-	$(BIN)/python -m pytest -rs tests/integrations/test_upstream_scripts.py \
-	    tests/diffusion/test_scripts_of_diffsynth.py
+	$(if $(DIFFSYNTH),ZEROSTART_DIFFSYNTH=$(abspath $(DIFFSYNTH)) $(BIN)/python -m pytest -rs \
+	    tests/diffusion/test_scripts_of_diffsynth.py)
 
 clean:
 	rm -rf .venv-next .venv-serving out build runs .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -8,7 +8,6 @@ import pytest
 from tests.accelerator import scenes
 from tests.accelerator.verbs import all_verbs
 from tests.npu_ranks import run_npu_ranks
-from tests.parity import checkpoint
 from tests.tiny import TinyCheckpoints
 
 
@@ -100,16 +99,6 @@ def test_secondary_partitions(checkpoints: TinyCheckpoints, tmp_path: Path) -> N
     config = deepspeed_config(3, zero_hpz_partition_size=2)
     arguments = (checkpoints("qwen3"), tmp_path, "deepspeed", 3, {}, config)
     assert len(run_npu_ranks(all_verbs, 4, *arguments, timeout=250)) == 4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("engine", "stage", "kind"),
-    [("fsdp2", 3, "padded"), ("deepspeed", 3, "packed"), ("deepspeed", 2, "padded")],
-)
-def test_sequences_that_ranks_share(engine: str, stage: int, kind: str, tmp_path: Path) -> None:
-    path = checkpoint("qwen3", tmp_path)
-    assert run_npu_ranks(scenes.shared_sequences, 2, path, engine, stage, kind) == [[], []]
 
 
 @pytest.mark.slow

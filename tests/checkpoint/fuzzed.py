@@ -17,7 +17,6 @@ import random
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +25,9 @@ from safetensors import SafetensorError, deserialize
 from safetensors.torch import save as safetensors_bytes
 from torch.distributed.checkpoint import CheckpointException
 
-import zerostart
 from zerostart.checkpoint.catalog import DTYPE_BITS, TORCH_NAMES, Catalog, TensorEntry
 from zerostart.checkpoint.formats.training import training_states
 from zerostart.checkpoint.source import open_catalog
-from zerostart.errors import ZerostartError
 
 Files = dict[str, bytes]
 #: Bytes of the elements of each tensor, by its name.
@@ -90,16 +87,6 @@ def legacy() -> Files:
     return {"pytorch_model.bin": saved(state_dict(), _use_new_zipfile_serialization=False)}
 
 
-def state() -> Files:
-    document = {
-        "format": 1,
-        "world_size": 1,
-        "engine": {"name": "fsdp2"},
-        "files": {"model/model.safetensors": {}},
-    }
-    return {"state.json": json.dumps(document).encode(), **{f"model/{k}": v for k, v in one_file().items()}}
-
-
 def zero(stage: int, ranks: int = 2) -> Files:
     shapes = [{"w": torch.Size([3, 4]), "v": torch.Size([3])}]
     files: Files = {}
@@ -135,16 +122,6 @@ def zero(stage: int, ranks: int = 2) -> Files:
         elif rank == 0:
             files["g/mp_rank_00_model_states.pt"] = saved(model)
     return {"latest": b"g", **files}
-
-
-def universal() -> Files:
-    made = {name: content for name, content in zero(2).items() if "model_states" in name}
-    group = {"base_optimizer_state": {"state": {}, "param_groups": [{"lr": 0.1, "params": [0]}]}}
-    for name, shape in {"w": (3, 4), "v": (3,)}.items():
-        for kind in ("fp32", "exp_avg"):
-            made[f"g/zero/{name}/{kind}.pt"] = saved({"param": torch.arange(float(prod(shape))).view(shape)})
-        made[f"g/zero/{name}/step.pt"] = saved(torch.tensor(3.0))
-    return {"latest_universal": b"g", "g/zero/optimizer_state.pt": saved(group), **made}
 
 
 def dcp() -> Files:
@@ -188,8 +165,6 @@ FORMATS: dict[str, Callable[[], Files]] = {
     "ZeRO-1": lambda: zero(1),
     "ZeRO-2": lambda: zero(2),
     "ZeRO-3": lambda: zero(3),
-    "universal": universal,
-    "state": state,
 }
 
 
@@ -367,15 +342,8 @@ def _catalog(root: Path) -> Values:
     return found
 
 
-def _state(root: Path) -> Values:
-    with contextlib.suppress(ZerostartError):
-        zerostart.verify(root)
-    return values_of(open_catalog(root))
-
-
 OWN: dict[str, Callable[[Path], Any]] = {
     **dict.fromkeys(FORMATS, _catalog),
-    "state": _state,
 }
 
 
@@ -456,17 +424,8 @@ def _by_dcp(root: Path) -> Values:
         return {name.removeprefix("model."): _flat(tensor) for name, tensor in value.items()}
 
 
-def _by_folders(root: Path) -> Values:
-    with _others():
-        return {
-            path.parent.name: _flat(torch.load(path, weights_only=False)["param"])
-            for path in root.glob("g/zero/*/fp32.pt")
-        }
-
-
 ORACLES: dict[str, Callable[[Path], Any]] = {
     "safetensors": _by_safetensors("model.safetensors"),
-    "state": _by_safetensors("model/model.safetensors"),
     "index": _by_index,
     "torch zip": _by_torch,
     "legacy pickle": _by_torch,
@@ -474,5 +433,4 @@ ORACLES: dict[str, Callable[[Path], Any]] = {
     "ZeRO-1": _by_deepspeed,
     "ZeRO-2": _by_deepspeed,
     "ZeRO-3": _by_deepspeed,
-    "universal": _by_folders,
 }

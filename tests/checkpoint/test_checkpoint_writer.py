@@ -46,16 +46,6 @@ def test_sizes_that_are_none(text: object) -> None:
         parse_size(text)  # type: ignore[arg-type]
 
 
-def test_one_file_has_no_index() -> None:
-    layout = plan_shards(THREE, "5GB")
-    assert [file.name for file in layout.files] == ["model.safetensors"]
-    assert layout.index is None
-    assert layout.total_size == 36
-    assert all(len(file.header) % 8 == 0 for file in layout.files)
-    # Wide elements first, so that each tensor is aligned to its element.
-    assert sorted(layout.tensors, key=lambda name: layout.tensors[name].offset) == ["c", "a", "b"]
-
-
 @pytest.mark.parametrize(
     "sizes",
     [[60, 60, 20, 60, 20, 20], [200, 10, 10], [10, 200, 10], [100, 100], [1] * 30, [99, 1, 1], [0, 0]],

@@ -27,8 +27,6 @@ class Hub(http.server.BaseHTTPRequestHandler):
     """What of the hub's protocol a snapshot needs: a revision's files, and their content."""
 
     asked: ClassVar[list[str]] = []
-    #: Files in whose middle the connection ends.
-    broken: ClassVar[set[str]] = set()
 
     def do_HEAD(self) -> None:
         self.do_GET()
@@ -44,11 +42,11 @@ class Hub(http.server.BaseHTTPRequestHandler):
         elif name.startswith("resolve/"):
             file = name.split("/", 2)[2]
             self.asked.append(file)
-            self._send(FILES[file], cut=file in self.broken and self.command == "GET")
+            self._send(FILES[file])
         else:
             self._send(b'{"error": "Repository not found"}', 404)
 
-    def _send(self, content: bytes, code: int = 200, cut: bool = False) -> None:
+    def _send(self, content: bytes, code: int = 200) -> None:
         self.send_response(code)
         headers = {"Content-Length": str(len(content)), "ETag": f'"{_id(content)}"', "X-Repo-Commit": COMMIT}
         if code == 404:
@@ -57,7 +55,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.end_headers()
         if self.command == "GET":
-            self.wfile.write(content[: len(content) // 2] if cut else content)
+            self.wfile.write(content)
 
     def log_message(self, *_: object) -> None:
         """Nothing."""
@@ -143,17 +141,3 @@ def test_a_load_fetches_the_files_that_the_index_lists(
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "8.0"
     assert set(Hub.asked) == {"config.json", "model.safetensors.index.json", shard}
-
-
-@pytest.mark.slow
-def test_a_download_that_breaks_off_is_one_sentence(
-    endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Slow: the client tries again with back-off."""
-    monkeypatch.setattr(Hub, "broken", {"model.safetensors"})
-    done = inspect("owner/model", tmp_path, endpoint, "--download")
-    assert done.returncode == 1
-    last = done.stderr.splitlines()[-1]
-    assert last.startswith(f"error: fetching owner/model from {endpoint} broke off (")
-    assert "start again" in last
-    assert "Traceback" not in done.stderr

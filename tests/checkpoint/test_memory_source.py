@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zerostart
-from tests.ranks import Outcome, rank_outcomes, run_ranks
+from tests.ranks import run_ranks
 from tests.tiny import TinyCheckpoints
 from zerostart import errors
 from zerostart.checkpoint.memory import memory_catalog
@@ -160,55 +160,3 @@ def load_measured() -> tuple[int, int]:
     model = zerostart.load(tensors, large, engine="fsdp2", progress=False, chunk_size=1 << 20)
     size = sum(p.numel() * 4 for p in model.parameters())
     return zerostart.report(model).peak_host_bytes, size
-
-
-def same_error(outcomes: list[Outcome], kind: type[errors.ZerostartError], *words: str) -> None:
-    report = "\n".join(outcome.describe() for outcome in outcomes)
-    for outcome in outcomes:
-        assert f"{kind.__module__}.{kind.__qualname__}" in outcome.mro, report
-        assert all(word in outcome.message for word in words), report
-        assert outcome.seconds < 30, report
-    assert len({outcome.message for outcome in outcomes}) == 1, report
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("what", "words"),
-    [
-        ("nobody", ["None on every rank"]),
-        ("path on one", ["path, None", "every rank"]),
-        ("mixed", ["path, mapping"]),
-        ("not a tensor on one", ["rank 1", "'0.weight'", "str"]),
-        ("different shapes", ["ranks 0 and 1 differ"]),
-        ("no model", ["config.json"]),
-        ("missing", ["mapping of 5 tensors", "2.weight"]),
-    ],
-)
-def test_arguments_that_ranks_cannot_agree_on(what: str, words: list[str], tmp_path: Path) -> None:
-    kind = errors.CoverageError if what == "missing" else errors.ConfigError
-    same_error(rank_outcomes(load_odd, 2, what, tmp_path), kind, *words)
-
-
-def load_odd(what: str, path: Path) -> None:
-    rank = dist.get_rank()
-    tensors = plain().state_dict()
-    model: Any = plain
-    source: Any = tensors if rank == 0 else None
-    if what == "nobody":
-        source, model = None, None
-    elif what == "path on one":
-        source = path if rank == 0 else None
-    elif what == "mixed":
-        source = path if rank == 0 else tensors
-    elif what == "not a tensor on one":
-        source = tensors if rank == 0 else {**tensors, "0.weight": "x"}
-    elif what == "different shapes":
-        source = tensors if rank == 0 else {**tensors, "0.weight": torch.ones(2)}
-    elif what == "no model":
-        model = None
-    elif what == "missing":
-        tensors.pop("2.weight")
-        tensors.pop("0.bias")
-        tensors.pop("1.bias")
-        source = tensors if rank == 0 else None
-    zerostart.load(source, model, engine="fsdp2", progress=False)

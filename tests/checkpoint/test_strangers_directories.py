@@ -2,7 +2,6 @@
 
 import errno
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from tests.checkpoint.shared_directory import (
     save_state,
     value_of,
 )
-from zerostart.errors import VerifyError, WriteError
+from zerostart.errors import WriteError
 
 
 @pytest.mark.parametrize(
@@ -94,17 +93,3 @@ def test_old_weights_that_cannot_be_removed(tmp_path: Path, monkeypatch: pytest.
     save_model(path, 3.0)
     assert value_of(path, "model") == 3.0
     assert len(list(path.glob("model-*-of-*.safetensors"))) == 2
-
-
-@pytest.mark.parametrize("kind", ["fifo", "endless"])
-def test_what_is_no_file_is_not_verified(kind: str, tmp_path: Path) -> None:
-    save_model(tmp_path, 1.0)
-    if kind == "fifo":
-        os.mkfifo(tmp_path / "more")
-    else:
-        (tmp_path / "more").symlink_to("/dev/zero")
-    document = json.loads((tmp_path / "zerostart.json").read_text())
-    document["files"]["more"] = {"bytes": 0, "sha256": "0"}
-    (tmp_path / "zerostart.json").write_text(json.dumps(document))
-    with pytest.raises(VerifyError, match="more is not a regular file"):
-        zerostart.verify(tmp_path)

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from tests.diffusion.sharded import (
-    ENGINES,
     differing,
     fill,
     gradients_of,
@@ -131,46 +130,3 @@ def test_what_a_layer_does_to_a_cache_its_caller_sees(engine: str, cast: bool) -
     for found in run_ranks(on_engine, 2, engine, state, cast):
         assert not off(found.pop("gradients"), wanted["gradients"], 2e-2 if cast else 1e-5)
         assert not differing(found, {k: v for k, v in wanted.items() if k != "gradients"})
-
-
-VAE: dict[str, Any] = {
-    "base_dim": 6,
-    "z_dim": 2,
-    "dim_mult": [1, 2],
-    "num_res_blocks": 1,
-    "temperal_downsample": [True],
-    "latents_mean": [0.0, 0.1],
-    "latents_std": [1.0, 1.1],
-}
-
-
-def videos() -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    return [torch.randn(1, 3, frames, 8, 8, generator=generator) for frames in (9, 5)]
-
-
-def coded(vae: Any) -> list[torch.Tensor]:
-    with torch.no_grad():
-        latents = [vae.encode(video).latent_dist.mode() for video in videos()]
-        return [*latents, *(vae.decode(latent).sample for latent in latents)]
-
-
-def coded_in_shards(folder: str) -> dict[str, Any]:
-    from diffusers import AutoencoderKLQwenImage
-
-    found = {}
-    for engine in ENGINES:
-        vae, _ = started(engine, load(engine, folder, AutoencoderKLQwenImage))
-        found[engine] = coded(vae)
-    return found
-
-
-@pytest.mark.slow
-def test_an_autoencoder_that_passes_its_cache_by_position(tmp_path: Any) -> None:
-    from diffusers import AutoencoderKLQwenImage
-
-    vae = fill(AutoencoderKLQwenImage(**VAE)).eval()
-    vae.save_pretrained(tmp_path)
-    wanted = on_one_thread(lambda: coded(vae))
-    for found in run_ranks(coded_in_shards, 2, str(tmp_path)):
-        assert not differing(found, dict.fromkeys(ENGINES, wanted))

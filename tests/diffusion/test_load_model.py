@@ -38,28 +38,6 @@ def no_torch_load(*arguments: Any, **keywords: Any) -> Any:
     raise AssertionError("a torch file is read as a whole")
 
 
-def kept_by_diffsynth(load: Any, **given: Any) -> dict[str, Any]:
-    """What becomes of a model that is kept in fp8, and of one that is left on disk."""
-    from diffsynth.core.vram.layers import AutoWrappedLinear
-
-    states = ("offload", "onload", "preparing", "computation")
-    fp8 = {f"{state}_device": "cpu" for state in states} | {"computation_dtype": torch.bfloat16}
-    fp8 |= {f"{state}_dtype": torch.float8_e4m3fn for state in states[:3]}
-    disk = {**fp8, "offload_device": "disk", "offload_dtype": "disk"}
-    disk |= {"onload_device": "disk", "onload_dtype": "disk"}
-    found: dict[str, Any] = {}
-    for name, config in (("fp8", fp8), ("disk", disk)):
-        try:
-            made = load(**given, module_map={torch.nn.Linear: AutoWrappedLinear}, vram_config=config)
-        except zerostart.errors.ConfigError as error:
-            found[name] = str(error)
-        else:
-            found[name] = {
-                n: t.shape if t.is_meta else t.float().clone() for n, t in made.state_dict().items()
-            }
-    return found
-
-
 def tried(folder: str) -> dict[str, Any]:
     import_diffsynth()
     from diffsynth.configs import MODEL_CONFIGS
@@ -76,8 +54,6 @@ def tried(folder: str) -> dict[str, Any]:
     path = str(root / "wan.safetensors")
     whole = stock(kind, path, config, torch.bfloat16, "cpu", WAN.convert())
     wanted = dict(whole.state_dict())
-    own = {"model_class": kind, "path": path, "config": config, "state_dict_converter": WAN.convert()}
-    kept = kept_by_diffsynth(stock, **own)
     found["misfit"] = [point.misfit() for point in diffsynth_loading.TOUCHED]
     # A row of data, as DiffSynth has one for each release that it knows.
     row = {"model_hash": found["hash"]["wan.pth"], "model_name": "small", "extra_kwargs": config}
@@ -89,11 +65,6 @@ def tried(folder: str) -> dict[str, Any]:
             )
             pool = ModelPool()
             pool.auto_load_model(str(root / "wan.pth"))
-            other = kept_by_diffsynth(model.load_model, **own)
-        found["kept", name] = {
-            key: value if isinstance(value, str) else differing(value, kept[key])
-            for key, value in other.items()
-        }
         lines = differing(dict(zerostart.full_tensors(made, rank=None)), wanted)
         lines += differing(dict(zerostart.full_tensors(pool.fetch_model("small"), rank=None)), wanted)
         report = zerostart.report(made)
@@ -142,9 +113,6 @@ def test_what_the_arguments_of_load_model_mean(ranks: list[dict[str, Any]], fold
             lines, read, engine, training, computed = found[name]
             assert (lines, engine, training, computed) == ([], ENGINES[name]["engine"], False, ())
             assert read < 0.75 * size or name == "zero2"
-            whole, nowhere = found["kept", name]["fp8"], found["kept", name]["disk"]
-            assert nowhere == []
-            assert whole == [] if name == "zero2" else whole.startswith("load_model(module_map=...) is not")
         assert found["in hand"] == found["in hand, converted"] == []
         assert found["lacking"].startswith("CoverageError: ")
         assert "head.head.bias" in found["lacking"]

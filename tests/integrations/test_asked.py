@@ -17,14 +17,11 @@ GIVEN = {"ep_size": 4, "tp_size": 2, "fsdp_size": 4}
 #: What is asked of 8 ranks; a mesh as its sizes and names.
 ASKED: dict[str, tuple[dict[str, Any], Asked]] = {
     "nothing": ({"dtype": "auto"}, Asked()),
-    "a mesh alone": ({"device_mesh": ((8,), ("tp",))}, Asked()),
     "the flag": ({"distributed_config": FLAG}, Asked(8)),
-    "on a mesh": ({"distributed_config": FLAG, "device_mesh": ((8,), None)}, Asked(8)),
     "on its last dimension": (
         {"distributed_config": FLAG, "device_mesh": ((4, 2), ("dp", "ep"))},
         Asked(2),
     ),
-    "the flag with a size": ({"distributed_config": {**FLAG, "tp_size": 4}}, Asked(4)),
     "a size": ({"distributed_config": {"ep_size": 4, "fsdp_size": 8}}, Asked(4)),
     "both": ({"distributed_config": GIVEN}, Asked(4, 2)),
     "experts alone": (
@@ -36,8 +33,6 @@ ASKED: dict[str, tuple[dict[str, Any], Asked]] = {
         Asked(4, 2, {"b": "grouped_gemm"}, {"a": "rowwise"}),
     ),
     "auto": ({"tp_plan": "auto"}, Asked(1, 8)),
-    "auto with a size": ({"tp_plan": "auto", "tp_size": 2}, Asked(1, 2)),
-    "a size alone": ({"tp_size": 2}, Asked(1, 2)),
     "auto on a mesh": ({"tp_plan": "auto", "device_mesh": ((2, 4), ("dp", "tp"))}, Asked(1, 4)),
     "a plan": (
         {"tp_plan": {"lm_head": "colwise"}, "tp_size": 2},

@@ -9,15 +9,13 @@ import diffusers
 import pytest
 import torch
 import transformers
-from diffusers.loaders import single_file_model, single_file_utils
+from diffusers.loaders import single_file_model
 
-from tests.ranks import run_ranks
 from zerostart.errors import UnsupportedVersionError
 from zerostart.upstream.accelerate import plugins as ac
 from zerostart.upstream.deepspeed import zero3_optimizer as ds3
 from zerostart.upstream.deepspeed import zero3_start as start
 from zerostart.upstream.diffusers import weights as df
-from zerostart.upstream.torch.fsdp2 import are_reduced_as_shards
 from zerostart.upstream.transformers import loading
 from zerostart.upstream.transformers import models as hf
 from zerostart.upstream.transformers.models import without_weights
@@ -35,30 +33,6 @@ def test_dtype_globs_mean_what_the_library_means(glob: str) -> None:
     assert isinstance(ours, re.Pattern)
 
 
-@pytest.mark.slow
-def test_parameters_without_our_mark_are_left_to_the_optimizer() -> None:
-    """In a process of its own: in this one a model of another test may have the method replaced already."""
-    run_ranks(unmarked, 1, process_group=False)
-
-
-def unmarked() -> None:
-    """The one method that is replaced gives what it gave, and leaves the class of the optimizer alone."""
-    optimizer = ds3.require_stage3()
-    before = optimizer._get_trainable_parameter_groups
-    elsewhere = torch.nn.Parameter(torch.zeros(1))
-    ds3.mark(elsewhere, "elsewhere", None)
-    wrapped = optimizer._get_trainable_parameter_groups
-    assert wrapped is not before
-    plain = object.__new__(optimizer)
-    parameters = [torch.nn.Parameter(torch.zeros(2, dtype=d)) for d in (torch.float32, torch.bfloat16)]
-    plain.optimizer = SimpleNamespace(param_groups=[{"params": parameters, "lr": 1.0}])
-    plain.dp_process_group = None
-    assert wrapped(plain) == before(plain)
-    assert type(plain) is optimizer
-    del elsewhere
-    assert optimizer._get_trainable_parameter_groups is before
-
-
 def test_an_unknown_start_of_the_zero3_optimizer_is_left_alone(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -70,34 +44,6 @@ def test_an_unknown_start_of_the_zero3_optimizer_is_left_alone(
     assert not start.is_known()
     assert caplog.text.count("initialize_optimizer_states has changed") == 1
     start.is_known.cache_clear()
-
-
-@pytest.mark.slow
-def test_the_dtype_that_gradients_travel_in() -> None:
-    """A forecast counts them; torch 2.15 has changed it, where the policy names none."""
-    run_ranks(travelling, 2)
-
-
-def travelling() -> None:
-    from torch import distributed as dist
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    seen = set()
-    name = next(n for n in ("reduce_scatter_single", "reduce_scatter_tensor") if hasattr(dist, n))
-    original = getattr(dist, name)
-
-    def reduce_scatter(*arguments: Any, **options: Any) -> Any:
-        seen.update(tensor.dtype for tensor in (*arguments, *options.values()) if torch.is_tensor(tensor))
-        return original(*arguments, **options)
-
-    setattr(dist, name, reduce_scatter)
-    try:
-        model = torch.nn.Linear(8, 8)
-        fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-        model(torch.ones(2, 8)).sum().backward()
-    finally:
-        setattr(dist, name, original)
-    assert seen == {torch.float32 if are_reduced_as_shards() else torch.bfloat16}
 
 
 def test_unknown_versions_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,16 +80,6 @@ def test_the_converter_is_the_one_that_diffusers_takes(name: str) -> None:
     theirs = TABLE[single_file_model._get_single_file_loadable_mapping_class(kind)]
     assert df.original_layout(kind)[0] is theirs["checkpoint_mapping_fn"]
     assert df.original_layout(type("Mine", (kind,), {}))[0] is theirs["checkpoint_mapping_fn"]
-
-
-def test_prefixes_are_those_of_the_converters() -> None:
-    vae, audio = diffusers.AutoencoderKL, diffusers.AutoencoderKLLTX2Audio
-    assert df.original_layout(diffusers.WanTransformer3DModel)[1] == ("model.diffusion_model.",)
-    assert df.original_layout(diffusers.UNet2DConditionModel)[1] == ("model.diffusion_model.",)
-    assert df.original_layout(vae)[1] == ("first_stage_model.", "vae.")
-    assert df.original_layout(audio)[1] == ("audio_vae.",)
-    made = single_file_utils.convert_ltx2_audio_vae_to_diffusers({"audio_vae.x": torch.ones(1)})
-    assert list(made) == ["x"]
 
 
 def test_a_model_inside_a_model_is_built_on_meta_too() -> None:

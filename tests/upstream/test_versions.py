@@ -153,11 +153,7 @@ BROKEN = [
         ".modules",
         "resize_token_embeddings",
     ),
-    Broken("torch._C", "_storage_Use_Count"),
-    Broken("deepspeed.utils.groups", "_create_zero_param_parallel_group", "hierarchical"),
-    Broken("deepspeed.runtime.engine:DeepSpeedEngine", "_configure_expert_parallel"),
     Broken("deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer", "__init__"),
-    Broken("deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3", "_create_fp32_partitions"),
     Broken("transformers.initialization", "no_tie_weights", "transformers"),
 ]
 
@@ -199,16 +195,10 @@ def adapt(model: Any, _: Path) -> None:
     get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
 
 
-def hierarchical(_: Any, path: Path) -> None:
-    settings = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}
-    zerostart.load(path, engine="deepspeed", engine_config=settings, progress=False)
-
-
 REFUSED = {
     "save_pretrained": lambda model, path: model.save_pretrained(path / "again"),
     "get_peft_model": adapt,
     "resize_token_embeddings": lambda model, _: model.resize_token_embeddings(77),
-    "hierarchical": hierarchical,
 }
 
 

@@ -1,7 +1,7 @@
 """A pytest plugin: DeepSpeed's own tests with zerostart's construction under them.
 
 Wherever a test calls ``deepspeed.initialize`` for ZeRO 1 or 2, its model is first born again in shards by the
-public way: its state dict, held by rank 0 alone, is the source, and the module itself, its parameters on meta,
+public way: its state dict, held by rank 0 alone, is the source, and the module, its parameters on meta,
 the model of ``zerostart.load``. The module, the parameter groups and the client's optimizer then hold the new
 parameters in the place of the old ones, and the test goes on.
 
