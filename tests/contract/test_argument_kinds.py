@@ -85,6 +85,7 @@ def load_with_own(engine: str, options: list[dict[str, Any]]) -> str:
     return ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "first", "second", "message"),
     [
@@ -94,12 +95,11 @@ def load_with_own(engine: str, options: list[dict[str, Any]]) -> str:
             {"dtype": "bfloat16"},
             r"this rank has 0.weight \(torch.bfloat16.*torch.float32",
         ),
-        pytest.param(
+        (
             "fsdp2",
             {"engine_config": {"wrap": ["0"]}},
             {},
             r"nothing, but rank 0 has .*wrap: list\['0'\]",
-            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -52,7 +52,8 @@ def test_plan_json(engine: str, checkpoints: TinyCheckpoints, capsys: pytest.Cap
     assert 0 < made["planning_seconds"] < 60
 
 
-@pytest.mark.parametrize("engine", ["deepspeed", pytest.param("fsdp2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp2"])
 def test_load_json(engine: str, tmp_path: Path) -> None:
     file = tmp_path / "result.json"
     zerostart("load", minilm_path(), "--nproc", 2, "--engine", engine, "--verify", "--json", file)

@@ -117,6 +117,7 @@ def test_a_fault_of_one_rank_while_reading(engine: str, victim: int, what: str, 
         same_error(outcomes, errors.ReadError, "rank 1", ".safetensors", *words)
 
 
+@pytest.mark.slow
 def test_model_that_cannot_be_built_on_one_rank(source: Path) -> None:
     outcomes = rank_outcomes(load_unbuildable, 2, source, "fsdp2")
     same_error(outcomes, errors.ZerostartError, "rank 1", "no such layer")

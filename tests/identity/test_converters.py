@@ -56,7 +56,7 @@ def stored() -> dict[str, torch.Tensor]:
     return {name: torch.randn(*shape, generator=generator) for name, shape in shapes.items()}
 
 
-@pytest.mark.parametrize("engine", ["deepspeed", "fsdp2"])
+@pytest.mark.parametrize("engine", ["deepspeed", pytest.param("fsdp2", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("world_size", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3))])
 def test_equal_to_the_converter_run_on_real_tensors(engine: str, world_size: int, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"

@@ -141,7 +141,8 @@ def same_error(outcomes: list[Outcome], kind: type[Exception], *words: str) -> N
     assert max(outcome.seconds for outcome in outcomes) < 30
 
 
-@pytest.mark.parametrize("victim", [0, pytest.param(2, marks=SLOW)])
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 2])
 def test_storage_error_of_one_reader(victim: int, plain: Path) -> None:
     outcomes = rank_outcomes(load_with_fault, 3, plain, victim, "fault")
     same_error(

@@ -39,7 +39,7 @@ def assert_equal(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
     ("stage", "bf16", "frozen", "world"),
     [
         pytest.param(1, True, False, 2, marks=pytest.mark.slow),
-        (2, True, True, 3),
+        pytest.param(2, True, True, 3, marks=pytest.mark.slow),
         (3, True, True, 2),
         pytest.param(3, False, False, 3, marks=pytest.mark.slow),
         pytest.param(2, False, False, 2, marks=pytest.mark.slow),
@@ -61,6 +61,7 @@ def test_a_zero_checkpoint_is_what_zero_to_fp32_reads(
     assert_equal(run_ranks(load_whole, 2, out, engine, 3)[0], expected)
 
 
+@pytest.mark.slow
 def test_a_rank_reads_its_share_of_a_zero_checkpoint_alone(tmp_path: Path) -> None:
     out = str(tmp_path / "run")
     run_ranks(write_deepspeed, 2, out, 3, True, False, True)

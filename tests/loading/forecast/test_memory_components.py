@@ -46,8 +46,9 @@ def foreseen(path: Path, world_size: int, optimizer: str, **given: Any) -> list[
     ]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("half", [True, False], ids=["bf16", "fp32"])
+@pytest.mark.parametrize(
+    ("world_size", "half"), [(2, True), *(pytest.param(n, False, marks=pytest.mark.slow) for n in (1, 2))]
+)
 def test_zero3(checkpoints: TinyCheckpoints, half: bool, world_size: int) -> None:
     path = checkpoints("qwen3", torch.bfloat16 if half else torch.float32)
     base = {**BASE, **(BF16 if half else {})}

@@ -64,7 +64,8 @@ def digests_of_loads(size: int, folders: dict[str, Path]) -> dict[str, dict[str,
     return found
 
 
-@pytest.mark.parametrize("size", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3))])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", LOADS)
 def test_every_layout_has_the_same_digests(size: int, checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
     kinds = sorted({kind for kind, _ in LOADS[size].values()})
     folders = {kind: checkpoints(kind, torch.bfloat16) for kind in kinds if kind != "parallel"}

@@ -115,7 +115,8 @@ save()
 """
 
 
-@pytest.mark.parametrize("how", ["well", pytest.param("full", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["well", "full"])
 def test_the_end_of_the_process_waits_for_a_save(tmp_path: Path, how: str) -> None:
     command = [sys.executable, "-c", SCRIPT, str(tmp_path / "state"), how]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120)

@@ -28,6 +28,7 @@ def meanwhile(path: Path, folder: Path) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 def test_the_checkpoint_is_of_the_moment_of_the_call(tmp_path: Path) -> None:
     path = checkpoint("qwen3", tmp_path)
     assert run_ranks(meanwhile, 2, path, tmp_path / "states") == [[], []]

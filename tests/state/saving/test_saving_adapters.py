@@ -82,7 +82,11 @@ def _save_adapted(path: Path, out: Path, options: Options, kinds: list[str]) -> 
     return ""
 
 
-@pytest.mark.parametrize("options", [DEEPSPEED3, FSDP2], ids=["deepspeed", "fsdp2"])
+@pytest.mark.parametrize(
+    "options",
+    [DEEPSPEED3, pytest.param(FSDP2, marks=pytest.mark.slow)],
+    ids=["deepspeed", "fsdp2"],
+)
 def test_adapters(options: Options, checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
     """The files are those that PEFT writes of the unsharded model, and of what it merges."""
     path = checkpoints("mixtral", torch.bfloat16)

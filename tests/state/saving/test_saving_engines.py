@@ -43,6 +43,7 @@ def _save_wrapped(path: Path, out: Path) -> dict[str, str]:
     return failed
 
 
+@pytest.mark.slow
 def test_models_inside_engines_and_wrappers(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
     """What ``deepspeed.initialize``, DDP and torch.compile give is saved as the model in it."""
     path = checkpoints("qwen3", BF16)
