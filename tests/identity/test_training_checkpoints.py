@@ -1,7 +1,5 @@
 """Directories that training with other tools left, as sources: equal to what these tools read of them."""
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -81,27 +79,6 @@ def _reports(source: str) -> dict[str, int]:
 
     model = zerostart.load(source, model=_meta, engine="fsdp2", dtype=torch.float32, exchange=False)
     return {"read_bytes": zerostart.report(model).read_bytes}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_universal_checkpoint_is_what_zero_to_fp32_reads(tmp_path: Path, stage: int) -> None:
-    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
-    out = tmp_path / "run"
-    run_ranks(write_deepspeed, 2, str(out), stage, True, False, True)
-    tag = (out / "latest").read_text()
-    subprocess.run(
-        [
-            *(sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"),
-            *("--input_folder", str(out / tag), "--output_folder", str(out / "universal")),
-        ],
-        check=True,
-        capture_output=True,
-        timeout=120,
-    )
-    expected = get_fp32_state_dict_from_zero_checkpoint(str(out), lazy_mode=False)
-    assert_equal(run_ranks(load_whole, 2, str(out / "universal"), "fsdp2", 3)[0], expected)
 
 
 @pytest.mark.parametrize(("wrapped", "world"), [(True, 3), pytest.param(False, 2, marks=pytest.mark.slow)])
