@@ -1,7 +1,5 @@
 """Which layout a checkpoint of a diffusers model is in, and what of the file belongs to the model."""
 
-import json
-import struct
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +9,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import zerostart
-from tests.conformance.diffusion_layouts import flux
 from tests.conformance.diffusion_suite import family, write_original
 from zerostart.errors import ConversionError, CoverageError
 
@@ -131,35 +128,3 @@ def test_of_several_components_only_the_wanted_one_is_read(tmp_path: Path) -> No
         assert sum(rank.read_bytes for rank in plan.ranks) <= 1.05 * size + 512 * sum(
             rank.read_ops for rank in plan.ranks
         )
-
-
-def test_flux_at_its_true_width(tmp_path: Path) -> None:
-    """The registered converter as it is, on a sparse file of one double and one single block."""
-    config = {"num_layers": 1, "num_single_layers": 1, "guidance_embeds": True}
-    with torch.device("meta"):
-        model = diffusers.FluxTransformer2DModel(**config)
-    file = tmp_path / "flux1.safetensors"
-    size = _sparse(file, flux(dict(model.state_dict())))
-    model.save_config(tmp_path)
-    plan = zerostart.plan(file, world_size=3, model=diffusers.FluxTransformer2DModel)
-    assert (plan.missing, plan.unexpected) == ((), ())
-    assert size == plan.checkpoint_bytes > 900_000_000
-    assert sum(rank.read_bytes for rank in plan.ranks) <= 1.05 * size
-    assert all(rank.read_bytes <= 1.05 * size / 3 for rank in plan.ranks)
-
-
-def _sparse(file: Path, state: State) -> int:
-    """A safetensors file of bf16 zeros that takes no room; returns the bytes of its tensors."""
-    header, at = {}, 0
-    for name, tensor in state.items():
-        header[name] = {
-            "dtype": "BF16",
-            "shape": list(tensor.shape),
-            "data_offsets": [at, at + 2 * tensor.numel()],
-        }
-        at += 2 * tensor.numel()
-    text = json.dumps(header).encode()
-    with file.open("wb") as out:
-        out.write(struct.pack("<Q", len(text)) + text)
-        out.truncate(8 + len(text) + at)
-    return at

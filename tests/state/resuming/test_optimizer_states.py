@@ -108,30 +108,6 @@ def test_an_averaged_model_counts_on(tmp_path: Path) -> None:
     assert models[1].n_averaged == 3
 
 
-def bitsandbytes(parameters: Any) -> torch.optim.Optimizer:
-    from bitsandbytes.optim import AdamW8bit
-
-    made: torch.optim.Optimizer = AdamW8bit(parameters, lr=1e-2, min_8bit_size=16)
-    return made
-
-
-@pytest.mark.slow
-def test_bitsandbytes_states_go_on(tmp_path: Path) -> None:
-    pytest.importorskip("bitsandbytes")
-    model, other = net(), net()
-    optimizer, resumed = bitsandbytes(model.parameters()), bitsandbytes(other.parameters())
-    trained(model, optimizer, range(2))
-    zerostart.save_state(tmp_path / "state", model, optimizer)
-    wanted = trained(model, optimizer, range(2, 5))
-    zerostart.load_state(tmp_path / "state", other, resumed)
-    assert any(
-        value.dtype == torch.uint8
-        for value in resumed.state[other[0].weight].values()
-        if hasattr(value, "dtype")
-    )
-    assert trained(other, resumed, range(2, 5)) == wanted
-
-
 def muons(folder: Path, saves: bool) -> list[float]:
     from torch.distributed.fsdp import fully_shard
 
