@@ -43,11 +43,6 @@ class Sequences(Dataset):
 
 class CausalLanguage(Task):
     Settings = LanguageConfig
-    whole_steps = False
-    examples = "sequences"
-    counted = ("tokens", "tok/s")
-    weightless = "the held-out sequences give no token to predict, so they have no loss"
-    unpredicted = 1
 
     def open(self):
         from transformers import AutoConfig, AutoTokenizer
@@ -55,11 +50,6 @@ class CausalLanguage(Task):
         self.settings = AutoConfig.from_pretrained(self.config.model.source)
         self.tokenizer = AutoTokenizer.from_pretrained(self.config.task.tokenizer or self.config.model.source)
         self.options = {}
-
-    def facts(self):
-        return {
-            "the tokenizer": hashlib.blake2b(repr(sorted(self.tokenizer.get_vocab())).encode()).hexdigest()
-        }
 
     def items(self, world):
         given = self.config.task
@@ -89,9 +79,6 @@ class CausalLanguage(Task):
             raise ConfigError(f"task.held_out {fraction} leaves none of {len(items)} sequences to train on")
         return Sequences(items.rows[:kept]), Sequences(items.rows[kept:])
 
-    def described(self, items):
-        return f"{len(items):,} sequences of {sum(map(len, items.rows)):,} tokens"
-
     def automatic(self):
         from transformers import AutoModelForCausalLM
 
@@ -119,46 +106,31 @@ class CausalLanguage(Task):
             mask[row, : len(tokens)] = 1
         return {"input_ids": input_ids, "attention_mask": mask, "labels": labels}
 
-    def seen(self, batch):
-        return int(batch["attention_mask"].sum())
-
-    def weighed(self, batch):
-        """A batch counts for the tokens that it predicts; one label is filled in where there is none."""
-        labels, column = batch["labels"], self.unpredicted
-        predicted = int((labels[:, column:] != IGNORED_LABEL).sum())
-        if predicted == 0:
-            labels = labels.clone()
-            labels[0, column] = batch["input_ids"][0, column]
-        return {**batch, "labels": labels}, predicted
-
     def loss(self, model, batch):
         return model(**batch, **self.options).loss
 
-    def beside(self, folder):
-        self.tokenizer.save_pretrained(folder)
+    def finish(self, directory):
+        self.tokenizer.save_pretrained(directory)
 
 
 class MaskedLanguage(CausalLanguage):
-    unpredicted = 0
-
     def automatic(self):
         from transformers import AutoModelForMaskedLM
 
         return AutoModelForMaskedLM
 
-    def collator(self, seed):
-        generator = torch.Generator("cpu").manual_seed(seed)
-
-        def collate(items):
-            batch = self.collated(items)
-            drawn = torch.rand(batch["labels"].shape, generator=generator)
-            hidden = (drawn < self.config.task.mask_probability) & (batch["attention_mask"] == 1)
-            batch["labels"][~hidden] = IGNORED_LABEL
-            batch["input_ids"][hidden] = self.tokenizer.mask_token_id
-            return batch
-
-        collate.generator = generator
-        return collate
+    def drawn(self, batch, epoch):
+        told = f"{self.config.train.seed}:{epoch}:{batch['input_ids'].tolist()}"
+        seed = hashlib.blake2b(told.encode(), digest_size=7).digest()
+        generator = torch.Generator("cpu").manual_seed(int.from_bytes(seed, "big"))
+        chosen = torch.rand(batch["labels"].shape, generator=generator).to(batch["labels"].device)
+        hidden = (chosen < self.config.task.mask_probability) & (batch["attention_mask"] == 1)
+        hidden[:, 0] = True  # so that every batch predicts something
+        return {
+            **batch,
+            "labels": batch["labels"].masked_fill(~hidden, IGNORED_LABEL),
+            "input_ids": batch["input_ids"].masked_fill(hidden, self.tokenizer.mask_token_id),
+        }
 
 
 CAUSAL = f"{__name__}:{CausalLanguage.__name__}"

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from zerostart.errors import ConfigError, WriteError
-
-if TYPE_CHECKING:
-    pass
 
 
 def command(
@@ -18,7 +15,7 @@ def command(
         str,
         typer.Argument(
             metavar="FAMILY",
-            help="wan, qwen-image, flux, flux2, z-image, hunyuan-video, ltx2, or the directory of a model.",
+            help="wan, qwen-image, flux, flux2, z-image, hunyuan-video or ltx2.",
             show_default=False,
         ),
     ],
@@ -45,11 +42,10 @@ def command(
     name the model and the data.
     """
     from zerostart.engines import Mesh, check_choice, default_engine
-    from zerostart.training.config.templates import described, template_of
+    from zerostart.training.config.templates import described
 
     chosen = check_choice(engine or default_engine(), zero_stage).for_stage(zero_stage, None, Mesh(1), None)
-    template, values = template_of(family)
-    files = {out: described(template, values, chosen, lora)}
+    files = {out: described(family, chosen, lora)}
     if accelerate:
         launcher = {"distributed_type": "MULTI_GPU", "num_machines": 1, "num_processes": 8}
         files[out.with_suffix(".accelerate.yaml")] = _yaml(launcher)

@@ -7,6 +7,7 @@ which are still read.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from zerostart.checkpoint.write.folders import sync_directory, write_whole
 from zerostart.checkpoint.write.staging import write_errors
 from zerostart.distributed.world import World, current_world
 from zerostart.engines.fsdp2.units import shard_added, shard_around
+from zerostart.engines.optimizers import is_elementwise
 from zerostart.errors import ConfigError, ZerostartError
 from zerostart.integrations.engine_setup import check_sharing, check_tensors, fsdp2_config
 from zerostart.integrations.saving import in_shards
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
     from zerostart.upstream.types import Accelerator
+
+logger = logging.getLogger("zerostart")
 
 Original = Callable[[], object]
 _CLIENT, _CLIENTS = "client_state", "client_states"
@@ -272,6 +276,8 @@ def load_accelerator_state(original: Callable[[], dict[str, object]], **_: objec
 POLICIES = ("mp_policy", "offload_policy")
 #: Models that every rank read whole while zerostart was enabled, for no sharding was set up then.
 _whole: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+#: Classes of optimizers that were warned of.
+_warned: set[type] = set()
 
 
 def note_whole(model: nn.Module) -> None:
@@ -365,6 +371,22 @@ def partitioned(accelerator: Accelerator, model: nn.Module) -> None:
                 f"DeepSpeed ZeRO-{config_stage(plugin.deepspeed_config)}; make the Accelerator or "
                 "TrainingArguments before the model"
             )
+
+
+def warn_of_optimizer(optimizer: object) -> None:
+    """Warn once, on rank 0, of an optimizer of shards that may look at several elements together."""
+    kind, world = type(getattr(optimizer, "optimizer", optimizer)), current_world()
+    if world.size == 1 or world.rank or is_elementwise(kind) or kind in _warned:
+        return
+    _warned.add(kind)
+    logger.warning(
+        "%s.%s is not known to step each element by itself, and every rank steps its own shards: they may be "
+        "stepped otherwise than the whole model. Take AdamW, set ZeRO stage 0, or, where it is known, call "
+        "zerostart.training.register_elementwise_optimizer(%s)",
+        kind.__module__,
+        kind.__qualname__,
+        kind.__name__,
+    )
 
 
 def _refuse_whole(model: nn.Module, engine: str) -> None:

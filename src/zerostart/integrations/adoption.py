@@ -256,7 +256,7 @@ _transformers = TransformersSeam(
 )
 _diffusers = DiffusersSeam(functools.partial(_choose, DiffusersLoad), _left)
 _diffsynth = DiffSynthSeam(functools.partial(_choose, DiffSynthLoad), _left, _keys_of)
-_accelerate = AcceleratorPatches(sharded, partitioned)
+_accelerate = AcceleratorPatches(sharded, partitioned, accelerate.warn_of_optimizer)
 _consolidation = Consolidation(_whole_state)
 _saving = SavingCalls(
     {

@@ -10,8 +10,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from zerostart.engines.optimizers import register_elementwise_optimizer
     from zerostart.training.config.sections import TaskConfig
-    from zerostart.training.loop.optimizers import register_elementwise_optimizer
     from zerostart.training.loop.task import Batch, Collator, Items, Task, register_task
 
 __all__ = [
@@ -26,10 +26,13 @@ __all__ = [
 
 
 #: Module of each name, imported on first use so that ``import zerostart`` stays quick.
-_PLACES = {"TaskConfig": "config.sections", "register_elementwise_optimizer": "loop.optimizers"}
+_PLACES = {
+    "TaskConfig": "zerostart.training.config.sections",
+    "register_elementwise_optimizer": "zerostart.engines.optimizers",
+}
 
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        return getattr(importlib.import_module(f"{__name__}.{_PLACES.get(name, 'loop.task')}"), name)
+        return getattr(importlib.import_module(_PLACES.get(name, "zerostart.training.loop.task")), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

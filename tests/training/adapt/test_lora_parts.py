@@ -1,4 +1,4 @@
-"""What a LoRA adapts, what DiffSynth calls it, files that are gone on from, averages and tables: alone."""
+"""What a LoRA adapts, what DiffSynth calls it, files that are gone on from, and averages: alone."""
 
 import json
 from pathlib import Path
@@ -16,12 +16,12 @@ from zerostart.state.saving.adapter_formats import names_for
 from zerostart.training.adapt import ema
 from zerostart.training.adapt.ema import Ema
 from zerostart.training.adapt.export import check_export
-from zerostart.training.adapt.lora import PRESETS, add_lora, highest_rank, lora_targets
+from zerostart.training.adapt.lora import add_lora, lora_targets
 from zerostart.training.adapt.lora_files import start_from
 from zerostart.training.adapt.trained import train_only
 from zerostart.training.config.configuration import EmaConfig, LoraConfig
 from zerostart.training.config.load import parse_config
-from zerostart.training.loop.session import Table, check_trackers, log_images, made_trackers
+from zerostart.training.loop.session import check_trackers
 
 #: The lists of DiffSynth's scripts, by what they train here, and how many layers of these they adapt.
 SCRIPTS = {
@@ -46,14 +46,6 @@ SCRIPTS = {
 }
 
 
-def test_the_rank_that_adds_nothing_more() -> None:
-    """Of a matrix the shorter side; of a convolution, whose kernel is a row, the same."""
-    model = nn.Sequential(nn.Linear(3, 5), nn.Conv2d(1, 9, 2), nn.Linear(50, 60))
-    adapted = add_lora(model, LoraConfig(targets=["0", "1"], rank=7), 0)
-    assert highest_rank(model, adapted) == 4
-    assert highest_rank(model, ["2"]) == 50
-
-
 @pytest.mark.parametrize("family", SCRIPTS)
 def test_lists_of_diffsynths_scripts(family: str) -> None:
     """As they are, and as what a family is given where nothing is said."""
@@ -65,15 +57,6 @@ def test_lists_of_diffsynths_scripts(family: str) -> None:
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     assert len(trained) == 2 * count
     assert all(".lora_" in name for name in trained)
-
-
-def test_the_preset_of_the_npu_script() -> None:
-    """Every entry of the list in ``FLUX.2-dev-Lora-NPU.sh``, in its order."""
-    first = "to_q to_k to_v add_q_proj add_k_proj add_v_proj to_qkv_mlp_proj to_out.0 to_add_out"
-    singles = [f"single_transformer_blocks.{number}.attn.to_out" for number in range(48)]
-    assert PRESETS["flux2-npu"].split(",") == [*first.split(), "linear_in", "linear_out", *singles]
-    model = COMPONENTS["flux.2 dev"].build()
-    assert lora_targets(model, LoraConfig(targets="flux2-npu")) == lora_targets(model, LoraConfig())
 
 
 def test_patterns() -> None:
@@ -165,30 +148,6 @@ def test_files_that_are_gone_on_from(tmp_path: Path) -> None:
             start_from(refused, wanted, given, current_world())
 
 
-def test_a_checkpoint_of_a_run_is_gone_on_from(tmp_path: Path) -> None:
-    """By its directory or what is in it; a training state that says nothing of alpha is refused."""
-    model, config, names = adapted(alpha=4)
-    factors = {n: (torch.randn(2, 24), torch.randn(24, 2)) for n in names}
-    tensors = {f"{n}.lora_A.default.weight": factors[n][0] for n in names}
-    tensors |= {f"{n}.lora_B.default.weight": factors[n][1] for n in names}
-    (tmp_path / "model").mkdir()
-    save_file(tensors, tmp_path / "model" / "model.safetensors")
-    # Beside it what a killed save left, or somebody else: the document does not name it.
-    save_file({n: t + 1 for n, t in tensors.items()}, tmp_path / "model" / "others.safetensors")
-    files = {"model/model.safetensors": {}}
-    written = {"extra": {"course": {"lora.alpha": 8.0}}, "files": files}
-    (tmp_path / "state.json").write_text(json.dumps(written))
-    for place in (".", "model", "model/model.safetensors"):
-        given = config.model_copy(update={"start_from": str(tmp_path / place)})
-        start_from(model, names, given, current_world())
-        for name in names:
-            delta = model.get_submodule(name).get_delta_weight("default")
-            torch.testing.assert_close(delta, factors[name][1] @ factors[name][0] * 4.0)
-    (tmp_path / "state.json").write_text(json.dumps({"extra": {"mine": 1}, "files": files}))
-    with pytest.raises(ConfigError, match="is a training state without lora"):
-        start_from(model, names, given, current_world())
-
-
 @pytest.mark.parametrize(
     "rules",
     [
@@ -255,7 +214,8 @@ def test_what_cannot_be_saved_is_told_before_the_training() -> None:
         sections = {"output": {"directory": "c", **changed}, "lora": {"targets": ["0"]}}
         if "merge" not in changed:
             del sections["lora"]
-        check_export(model, parse_config({**base, **sections}))
+        config = parse_config({**base, **sections})
+        check_export(model, config.output, config.lora is not None)
 
     check(FluxTransformer2DModel())
     with pytest.raises(ConfigError, match="DiffSynth has no FluxTransformer2DModel"):
@@ -317,10 +277,13 @@ def test_contradictions_are_told() -> None:
         ),
         (
             {**lora, "output": {"directory": "c", "merge": True, "remove_prefix": "a."}},
-            "output.remove_prefix applies only to files",
+            "output.remove_prefix is for files of trained tensors",
         ),
         ({"output": {"directory": "c", "format": "peft"}}, "output.format peft is for adapters"),
-        ({"output": {"directory": "c", "remove_prefix": "a."}}, "output.remove_prefix applies only to files"),
+        (
+            {"output": {"directory": "c", "remove_prefix": "a."}},
+            "output.remove_prefix is for files of trained tensors",
+        ),
         ({"lora": {"ranks": 2}}, "unknown key lora.ranks; did you mean lora.rank?"),
         ({"ema": {"decays": 2}}, "unknown key ema.decays; did you mean ema.decay?"),
         ({"ema": {"decay": 0.1, "min_decay": 0.9}}, "ema: min_decay 0.9 is more than decay 0.1"),
@@ -339,33 +302,12 @@ def test_contradictions_are_told() -> None:
         assert message in str(caught.value)
 
 
-def test_a_table_goes_on(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.csv"
-    table = Table(path)
-    for step in (1, 2, 3):
-        table.add(step, {"loss": step / 2, "learning_rate": 0.5})
-    again = Table(path)
-    again.add(3, {"loss": 7.0})
-    assert path.read_text().splitlines() == [
-        "step,key,value",
-        *("1,loss,0.5", "1,learning_rate,0.5", "2,loss,1.0", "2,learning_rate,0.5", "3,loss,7.0"),
-    ]
-    Table(path).add(0, {"loss": 1.0})
-    assert path.read_text().splitlines() == ["step,key,value", "0,loss,1.0"]
-    check_trackers(["csv"])
-    for writes, rows in ((False, 2), (True, 3)):
-        (tracker,) = made_trackers(["csv"], tmp_path, writes)
-        tracker.log({"loss": 2.0}, step=1)
-        assert len(path.read_text().splitlines()) == rows
-    assert log_images([table], {}, 1) == []
-
-
 def test_trackers_that_are_not_installed():
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
     for name in LOGGER_TYPE_TO_CLASS.keys() - set(map(str, get_available_trackers())):
         with pytest.raises(ConfigError, match=rf"tracking\.trackers: {name} is not installed: pip install"):
-            check_trackers(["csv", name])
+            check_trackers([name])
 
 
 def test_the_class_of_a_saved_transformer_is_that_of_diffusers(tmp_path: Path) -> None:

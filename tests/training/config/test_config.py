@@ -15,6 +15,10 @@ output: {directory: out}
 """
 
 
+def filled_for(config, ranks=2, hidden_size=None):
+    return engine_config(config.engine, config.train, config.precision, ranks, hidden_size)
+
+
 @pytest.fixture
 def path(tmp_path):
     file = tmp_path / "run.yaml"
@@ -43,17 +47,15 @@ def test_defaults_overrides_and_yaml_spellings(path):
         ("train.steps", "an override has the form KEY=VALUE"),
         ("train.steps.more=1", "train.steps.more=1.*steps is a value"),
         ("train.steps=[", "train.steps=.*not valid YAML"),
-        ("train={steps: 1, steps: 2}", "train=.*line 1: steps is given twice"),
+        ("train={steps: 1, steps: 2}", "train=.*line 1, .*steps is given twice"),
         ("tracking.project=2026-02-30", "tracking.project=.*not valid YAML: day"),
         ("output.max_shard_size=5 apples", "output.max_shard_size: '5 apples' is not a size"),
         ("train.steps=yes", "train.steps: a number is wanted, not True"),
         ("train.learning_rate=.inf", "train.learning_rate: .*finite number, not inf"),
-        ("train.learning_rate=1e300", "train.learning_rate: .*fits into float32, up to 3.4e38, not .1e300"),
-        ("train.steps=1" + "0" * 30, "train.steps: .*fits into 64 bits"),
+        ("train.steps=1" + "0" * 30, "train.steps: .*less than or equal to 9223372036854775807"),
         ("train.betas=[0.9, 1.0]", "train.betas.1: Input should be less than 1"),
         ("train.seed=4294967295", "train.seed: Input should be less than or equal to 4294901760"),
-        ("output.directory=''", "output.directory: Input should be a path"),
-        ('task.source="a\\0b"', "task.source.*: Input should have no NUL"),
+        ("output.directory=''", "output.directory: .*at least 1 character"),
         ("ema.decay=.nan", "ema.decay: .*finite number|ema.decay: .*greater"),
         ("checkpoint.best=1", "checkpoint.best compares held-out losses: hold examples out"),
         ("model.dtype=bfloat16", "model.dtype bfloat16 contradicts train.mixed_precision no"),
@@ -82,7 +84,7 @@ def test_deepspeed_config_is_complete_and_auto_is_filled(path):
         "{train_batch_size: auto, zero_optimization: {stage3_prefetch_bucket_size: auto, sub_group_size: 5}}"
     )
     config = load_config(path, ["train.batch_size=2", "train.accumulation=3", f"engine.config={zero}"])
-    filled = engine_config(config, world_size=4, hidden_size=100)
+    filled = filled_for(config, 4, 100)
     assert filled["train_batch_size"] == 24
     assert filled["train_micro_batch_size_per_gpu"] == 2
     assert filled["gradient_clipping"] == 1.0
@@ -100,7 +102,7 @@ def test_engine_config_must_not_contradict(path):
     ):
         config = load_config(path, [f"engine.config={given}"])
         with pytest.raises(ConfigError, match=message):
-            engine_config(config, 2, None)
+            filled_for(config)
 
 
 def test_fsdp2_config(path):
@@ -108,10 +110,10 @@ def test_fsdp2_config(path):
 
     overrides = ["engine.name=fsdp2", "engine.config={wrap: [Block]}"]
     config = load_config(path, [*overrides, "train.mixed_precision=bf16"])
-    settings = engine_config(config, 2, None)
+    settings = filled_for(config)
     assert (settings["wrap"], settings["mp_policy"].param_dtype) == (["Block"], torch.bfloat16)
     with pytest.raises(ConfigError, match=r"engine.config.mesh is unknown for fsdp2"):
-        engine_config(load_config(path, ["engine.name=fsdp2", "engine.config={mesh: 1}"]), 2, None)
+        filled_for(load_config(path, ["engine.name=fsdp2", "engine.config={mesh: 1}"]))
 
 
 def test_where_a_run_continues(path):
@@ -123,7 +125,7 @@ def test_where_a_run_continues(path):
 
 def test_an_engine_of_somebody_else(path):
     config = load_config(path, ["engine.name=rows", "engine.config={depth: 2}", "model.dtype=bfloat16"])
-    assert engine_config(config, 2, None) == {"depth": 2}
+    assert filled_for(config) == {"depth": 2}
     assert config.dtype == "bfloat16"
     assert load_config(path, ["engine.name=rows", "train.mixed_precision=bf16"]).dtype == "float32"
     with pytest.raises(ConfigError, match="zero_stage=2 is not available on rows"):

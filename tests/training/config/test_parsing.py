@@ -2,12 +2,10 @@
 
 import json
 import os
-import time
 from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import save_file
 
 from tests.training.language import CAUSAL
@@ -16,7 +14,6 @@ from zerostart.training.adapt.lora_files import _parse, _read
 from zerostart.training.config.engine_config import user_config
 from zerostart.training.config.load import load_config, parse_config
 from zerostart.training.config.parsing import parsed_yaml
-from zerostart.training.config.templates import template_of
 from zerostart.training.loop.checkpoints import _extra
 
 RUN = """
@@ -27,13 +24,19 @@ train:
 output: {directory: o}
 """
 TWICE = [
-    (f"{RUN}train: {{steps: 6}}\n", r"run\.yaml, line 7: train is given twice, first in line 4; leave one"),
+    (
+        f"{RUN}train: {{steps: 6}}\n",
+        r"run\.yaml, line 7, .*: train is given twice, first in line 4",
+    ),
     (
         RUN.replace("  steps: 5", "  steps: 5\n  seed: 1\n  steps: 6"),
-        "line 7: steps is .* twice, .* line 5",
+        "line 7, .* steps is given twice, .* line 5",
     ),
-    (RUN.replace("{source: m}", "{source: m, source: n}"), "line 2: source is given twice, first in line 2"),
-    (f"{RUN}engine: {{config: {{a: {{b: 1, b: 1}}}}}}\n", "line 7: b is given twice"),
+    (
+        RUN.replace("{source: m}", "{source: m, source: n}"),
+        "line 2, .* source is given twice",
+    ),
+    (f"{RUN}engine: {{config: {{a: {{b: 1, b: 1}}}}}}\n", "line 7, .* b is given twice"),
 ]
 
 
@@ -46,20 +49,8 @@ def test_no_key_is_there_twice(text: str, message: str, tmp_path: Path) -> None:
 
 def test_overrides_have_no_key_twice_either(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(RUN)
-    with pytest.raises(ConfigError, match=r"override 'engine=.*: name is given twice"):
+    with pytest.raises(ConfigError, match=r"override 'engine=.* name is given twice"):
         load_config(tmp_path / "run.yaml", ["engine={name: fsdp2, name: deepspeed}"])
-
-
-def test_what_is_merged_is_no_second_value() -> None:
-    """Anchors and merge keys mean what they mean to PyYAML, wherever the anchor lies."""
-    text = """
-base: &base {x: 1, y: 2}
-inner: {deep: &deep {<<: *base, x: 3}}
-other: {<<: *deep, y: 4}
-same: [*base, *deep, {<<: [*deep, *base]}]
-1: {1: a, "1": b}
-"""
-    assert parsed_yaml(text, "here") == yaml.safe_load(text)
 
 
 def test_json_of_users(tmp_path: Path) -> None:
@@ -75,11 +66,6 @@ def test_json_of_users(tmp_path: Path) -> None:
         file.write_text(text)
         with pytest.raises(ConfigError, match=message):
             user_config(config.engine)
-    for name, text in (("model_index.json", '{"transformer": ["a", ["b"]]}'), ("config.json", "[1]")):
-        (tmp_path / name).write_text(text)
-        with pytest.raises((ConfigError, CheckpointError), match=name):
-            template_of(str(tmp_path))
-        (tmp_path / name).unlink()
 
 
 def test_lora_files_that_say_something_else(tmp_path: Path) -> None:
@@ -107,22 +93,11 @@ def test_a_state_of_another_program_is_no_checkpoint_of_a_run(tmp_path: Path) ->
             _extra(tmp_path)
 
 
-def doubled(depth: int, kind: str) -> str:
-    """Aliases of aliases: each line stands for nine times what the line before does."""
-    lines = ["a0: &a0 {x: 1}"]
-    for number in range(1, depth):
-        aliases = ", ".join([f"*a{number - 1}"] * 9)
-        lines.append(f"a{number}: &a{number} " + kind.format(aliases, number))
-    return "\n".join(lines)
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (doubled(9, "{{<<: [{}], k{}: 1}}"), "line .* expands to more than 100000 values"),
-        (doubled(40, "[{}]"), "line .* expands to more than 100000 values"),
-        ("a: &a [*a]", "line 1 contains itself"),
-        (f"a: {'9' * 5000}", "a number of 5000 digits in line 1"),
+        ("a: &a [1]\nb: [*a, *a]", "line 2, column 5: not valid YAML: aliases are not read"),
+        (f"a: {'9' * 5000}", "not valid YAML: Exceeds the limit"),
         ("a: b\n" * 100_000, "500000 characters, but at most"),
         ("[" * 2000, "not valid YAML"),
         (
@@ -134,18 +109,11 @@ def doubled(depth: int, kind: str) -> str:
             r"run\.yaml, line 3, column 3: .*indented alike\?",
         ),
     ],
-    ids=["merges", "aliases", "itself", "number", "long", "deep", "deeper line", "outer line"],
+    ids=["aliases", "number", "long", "deep", "deeper line", "outer line"],
 )
-def test_a_document_of_few_bytes_takes_no_time(text: str, message: str) -> None:
-    begun = time.process_time()
+def test_what_is_no_plain_document_is_named(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parsed_yaml(text, "run.yaml")
-    assert time.process_time() - begun < 5
-
-
-def test_aliases_that_people_write_are_read() -> None:
-    text = "a: &a {x: 1, y: [2]}\nb: {<<: *a, y: 3}\nc: [*a, *a]\n"
-    assert parsed_yaml(text, "run.yaml") == yaml.safe_load(text)
 
 
 @pytest.mark.parametrize("kind", ["fifo", "zero", "directory"])

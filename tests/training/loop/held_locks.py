@@ -9,7 +9,7 @@ from pathlib import Path
 _HOLDING = """
 import fcntl, sys
 file = open(sys.argv[1], "ab")
-fcntl.lockf(file, fcntl.LOCK_EX)
+fcntl.flock(file, fcntl.LOCK_EX)
 print("held", flush=True)
 sys.stdin.read()
 """

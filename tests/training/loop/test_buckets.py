@@ -10,7 +10,6 @@ import torch
 from accelerate.data_loader import BatchSamplerShard, SeedableRandomSampler
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, SequentialSampler
 
 from tests.drawn import examples
 from zerostart.training.config.configuration import CheckpointConfig, TrainingConfig
@@ -131,7 +130,9 @@ def test_going_on_in_another_order_is_told(shapes, batch_size, step, warned, mon
         batches_after=lambda epoch, items: iter(()),
     )
     with caplog.at_level(logging.WARNING, "zerostart"):
-        Checkpoints(CheckpointConfig(), Path("x"), session, {"data": "d"}).resume(Path("x", "step-00000001"))
+        Checkpoints(CheckpointConfig(), Path("x"), session, {"data": "d"}, False).resume(
+            Path("x", "step-00000001")
+        )
     assert ("of another order" in caplog.text) == warned
 
 
@@ -141,20 +142,14 @@ def test_going_on_in_another_order_is_told(shapes, batch_size, step, warned, mon
     accumulation=st.integers(1, 3),
     batch_size=st.integers(1, 3),
     epochs=st.integers(1, 3),
-    whole=st.booleans(),
 )
 @settings(max_examples=examples(100))
-def test_epochs_are_the_steps_that_going_over_the_data_takes(
-    shapes, ranks, accumulation, batch_size, epochs, whole
-):
+def test_epochs_are_the_steps_that_going_over_the_data_takes(shapes, ranks, accumulation, batch_size, epochs):
     """Counted by going over what torch and accelerate give a rank."""
-    if whole:
-        batches = Buckets(shapes, batch_size, ranks * accumulation, 0)
-    else:
-        batches = BatchSampler(SequentialSampler(shapes), batch_size, drop_last=True)
+    batches = Buckets(shapes, batch_size, ranks * accumulation, 0)
     each = [len(list(BatchSamplerShard(batches, ranks, rank, even_batches=True))) for rank in range(ranks)]
     train = TrainingConfig(epochs=epochs, batch_size=batch_size, accumulation=accumulation, seed=0)
-    made = epochs_as_steps(_Items(shapes), SimpleNamespace(whole_steps=whole), train, ranks)
+    made = epochs_as_steps(_Items(shapes), train, ranks)
     assert [made.steps] * ranks == [max(1, -(-epochs * rounds // accumulation)) for rounds in each]
 
 

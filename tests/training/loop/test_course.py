@@ -10,7 +10,7 @@ from tests.ranks import run_ranks
 from tests.training.language import CAUSAL, MASKED
 from zerostart.distributed.world import World
 from zerostart.training.config.load import parse_config
-from zerostart.training.loop.fingerprint import changes, fingerprint_of
+from zerostart.training.loop.course import changes, course_of
 
 GIVEN = {
     "model": {"source": "m"},
@@ -27,11 +27,11 @@ def changed(**sections):
 
 
 def course(config, data="digest"):
-    return fingerprint_of(config, nn.Linear(2, 2), data, World(0, 1, None))
+    return course_of(dict(config), nn.Linear(2, 2), data, World(0, 1, None))
 
 
 def between(before, now):
-    return list(changes(course(before), course(now)).values())
+    return changes(course(before), course(now))
 
 
 #: What is not compared: how the same is computed, where things go, what is looked at.
@@ -88,9 +88,9 @@ def of_lora(source, other, lora):
     for path, settings in ((source, base), (source, {**base, **lora}), (other, base)):
         config = changed(model={"source": str(path)}, lora=settings, engine={"name": "fsdp2"})
         model = zerostart.load(path, engine="fsdp2", progress=False)
-        choose_trained(model, config, current_world())
-        found.append(fingerprint_of(config, model, "digest", current_world()))
-    return [list(changes(found[0], one).values()) for one in found]
+        choose_trained(model, config.train, config.lora, "no", current_world())
+        found.append(course_of(dict(config), model, "digest", current_world()))
+    return [changes(found[0], one) for one in found]
 
 
 @pytest.mark.slow

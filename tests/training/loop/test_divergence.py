@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from tests.ranks import rank_outcomes, run_ranks
 from tests.training.loop.test_run import run
 from tests.training.loop.test_run import values as values
-from zerostart.training.loop.failures import Divergence, is_finite
+from zerostart.training.loop.failures import is_finite
 
 ENGINES = ["fsdp2", pytest.param("deepspeed", marks=pytest.mark.slow)]
 
@@ -135,11 +135,6 @@ def test_a_search_for_the_loss_scale_is_no_divergence(checkpoints, values):
 
 
 def test_what_is_not_finite():
-    assert Divergence.is_in(float("nan"), 1.0, True)
-    assert Divergence.is_in(1.0, float("inf"), False)
-    assert not Divergence.is_in(1.0, float("inf"), True)
-    assert Divergence.is_in(float("inf"), None, False)
-    assert not Divergence.is_in(1.0, None, True)
     model = torch.nn.Linear(2, 2)
     model.register_buffer("mask", torch.tensor([-torch.inf]))
     optimizer = torch.optim.AdamW(model.parameters())

@@ -24,6 +24,14 @@ from zerostart.training.loop.output_directory import (
 ALONE = World(0, 1, None)
 
 
+def claim(given):
+    config = parse_config(given)
+    media = [one.source for one in config.media.sets] if config.media else []
+    output = config.output
+    resumes = config.resume == "auto"
+    return claim_output(output.directory, config.model.source, media, output.overwrite, resumes, ALONE)
+
+
 def overwritten(old, new, straight):
     """A run that never stops; an old one; and one that overwrites that and dies before its checkpoint."""
     result = run(straight)
@@ -159,15 +167,15 @@ def test_files_of_others_stay_wherever_they_are(tmp_path):
 
 @pytest.mark.slow
 def test_two_runs_are_not_in_one_directory(values, tmp_path):
-    config = parse_config(values("nowhere"))
-    directory = Path(config.output.directory)
-    with claim_output(config, ALONE):
+    given = values("nowhere")
+    directory = Path(given["output"]["directory"])
+    with claim(given):
         pass
     assert list(directory.iterdir()) == []
     lock = directory / ".run.lock"
     with lock_held(lock), pytest.raises(WriteError, match="another run is at work in"):
-        claim_output(config, ALONE).__enter__()
-    with claim_output(config, ALONE):  # what a killed run has left locks nobody out
+        claim(given).__enter__()
+    with claim(given):  # what a killed run has left locks nobody out
         assert lock.is_file()
 
 
@@ -185,14 +193,14 @@ def test_what_is_trained_from_is_not_overwritten(source, output, values, tmp_pat
     given = values(source) | {"output": {"directory": output, "overwrite": True}}
     with (
         pytest.raises(ConfigError, match="which the run trains from"),
-        claim_output(parse_config(given), ALONE),
+        claim(given),
     ):
         pass
     assert sorted(tmp_path.rglob("*")) == before
     Path("base", "run").mkdir(parents=True, exist_ok=True)
     Path("base", "run", "metrics.jsonl").touch()
     given["output"]["directory"] = "base/run"
-    with claim_output(parse_config(given), ALONE):
+    with claim(given):
         pass
 
 
@@ -208,12 +216,12 @@ def test_an_output_directory_within_the_data_is_refused(values, tmp_path):
         given["output"] = {"directory": str(tmp_path / inside)}
         with (
             pytest.raises(ConfigError, match=r"output\.directory .* lies inside media\.source"),
-            claim_output(parse_config(given), ALONE),
+            claim(given),
         ):
             pass
     assert not (tmp_path / "data" / "out").exists()
     for beside, named in (("database", source), ("data/out", f"{source}/metadata.csv")):
         given["output"] = {"directory": str(tmp_path / beside)}
         given["media"]["source"] = named
-        with claim_output(parse_config(given), ALONE):
+        with claim(given):
             pass

@@ -1,19 +1,20 @@
 """Runs that are stopped and go on: their losses are those of the run that never stopped."""
 
+import json
 import os
+import re
 import shutil
 import signal
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.ranks import rank_outcomes, run_ranks
-from tests.tiny import minilm_path
-from tests.training.language import MASKED
+from tests.ranks import run_ranks
 from tests.training.loop.test_run import losses, metrics, run
 from tests.training.loop.test_run import values as values
+from zerostart.distributed.world import World
 from zerostart.errors import ConfigError
+from zerostart.training.loop.checkpoints import checkpoint_to_resume
 
 STEPS = 6
 
@@ -88,13 +89,13 @@ def test_what_cannot_be_gone_on_with_is_named(checkpoints, values, tmp_path):
     assert "continue its run with resume=auto" in message
     elsewhere = given | {"output": {"directory": str(tmp_path / "other")}}
     (message,) = run_ranks(refused, 1, elsewhere | {"resume": str(tmp_path)})
-    assert "is not a complete checkpoint" in message
     last = Path(given["output"]["directory"], "checkpoints", "step-00000002")
+    assert f"is not a complete checkpoint; the newest complete one in it or around it is {last}" in message
     Path(given["task"]["source"]).write_text("another text, and another. " * 40)
     shutil.rmtree(tmp_path / "other")
     elsewhere |= {"resume": str(last), "train": given["train"] | {"seed": 7, "batch_size": 1}}
     (message,) = run_ranks(refused, 1, elsewhere)
-    assert f"{last} belongs to another run: it was trained on other data" in message
+    assert f"{last} belongs to another run: data was " in message
     assert "; train.seed was 42 and is 7. Restore the earlier values, or start a new run" in message
 
 
@@ -131,18 +132,6 @@ def test_it_goes_on_elsewhere(first, before, second, after, tolerance, checkpoin
         assert losses(resumed) == losses(straight)
 
 
-@pytest.mark.slow
-def test_hidden_tokens_and_dropout_go_on(checkpoints, values):
-    """Masks and dropout are drawn anew for each batch, over the end of an epoch."""
-    given = values(minilm_path(), "deepspeed", "straight", steps=8, batch_size=4)
-    given["task"] |= {"name": MASKED, "sequence_length": 16, "tokenizer": None}
-    given["model"]["strict"] = False
-    straight = run_ranks(run, 2, given, timeout=200)[0]
-    resumed = going_on(given | {"output": {"directory": given["output"]["directory"] + "-resumed"}}, every=3)
-    run_ranks(interrupted, 2, resumed, 7, timeout=200)
-    assert losses(run_ranks(run, 2, resumed, timeout=200)[0]) == losses(straight)
-
-
 def stopped(given, at):
     """A run that is asked to stop in step ``at``."""
     from zerostart.training.loop.session import Session
@@ -169,36 +158,20 @@ def test_a_run_that_is_asked_to_stop_goes_on(checkpoints, values):
     assert losses(run_ranks(run, 2, given)[0]) == losses(straight)
 
 
-def short_of_room(given, steps):
-    """A run in which the system lets no file grow beyond 4 KiB in ``steps``; what the log says of it."""
-    import resource
-
-    from zerostart.training.loop.runner import _Run
-
-    step, (soft, hard) = _Run._step, resource.getrlimit(resource.RLIMIT_FSIZE)
-
-    def limited(self, number, batches):
-        while self._checkpoints._last is not None and not self._checkpoints._last.done():
-            time.sleep(0.01)  # in the background, as it was begun
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096 if number in steps else soft, hard))
-        step(self, number, batches)
-
-    _Run._step = limited
-    return run(given)
-
-
-@pytest.mark.slow
-def test_a_checkpoint_that_cannot_be_written_is_skipped(checkpoints, values):
-    """The next one is written again; without the option the run ends at the first."""
-    given = values(checkpoints("qwen3"), "fsdp2", "short", steps=4, evaluate_every=0)
-    told = []
-    for background in (False, True):
-        given["output"]["directory"] += "-again"
-        kept = {"every": 1, "keep": 9, "background": background, "skip_unwritable": True}
-        results = run_ranks(short_of_room, 2, given | {"checkpoint": kept}, [2, 3])
-        assert steps_in(results[0].directory) == ["step-00000001", "step-00000004"]
-        told.append(losses(results[0]))
-    assert told[0] == told[1]
-    given["output"]["directory"] += "-ended"
-    (failed,) = rank_outcomes(short_of_room, 1, given | {"checkpoint": {"every": 1}}, [2])
-    assert "File too large" in str(failed)
+def test_a_wrong_path_is_answered_with_the_newest_state(tmp_path):
+    """The output directory, its folder of checkpoints, a file in one, and a step that was removed."""
+    folder = tmp_path / "run" / "checkpoints"
+    for step in (1, 2):
+        place = folder / f"step-0000000{step}"
+        (place / "model").mkdir(parents=True)
+        document = {"format": 1, "saved_at_ns": step, "extra": {}, "files": {}}
+        (place / "state.json").write_text(json.dumps(document))
+        os.utime(place / "state.json", (step, step))
+    newest = folder / "step-00000002"
+    told = f"the newest complete one in it or around it is {newest}"
+    for wrong in (tmp_path, tmp_path / "run", folder, newest / "model", folder / "step-00000007"):
+        with pytest.raises(ConfigError, match=re.escape(f"{wrong} is not a complete checkpoint; {told}")):
+            checkpoint_to_resume(str(wrong), tmp_path / "other", World(0, 1, None))
+    with pytest.raises(ConfigError, match="leave resume out to begin at step 0"):
+        checkpoint_to_resume(str(tmp_path / "a" / "b" / "c" / "d"), tmp_path, World(0, 1, None))
+    assert checkpoint_to_resume("auto", tmp_path / "other", World(0, 1, None)) is None

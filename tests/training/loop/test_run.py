@@ -184,9 +184,9 @@ def run_until_rank_one_is_asked_to_stop(values):
 
     show = Display.step
 
-    def step(self, figures):
-        show(self, figures)
-        if figures.step == 2 and torch.distributed.get_rank() == 1:
+    def step(self, number, figures):
+        show(self, number, figures)
+        if number == 2 and torch.distributed.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGTERM)
 
     Display.step = step
@@ -230,7 +230,7 @@ def run_failing(values, chosen):
         "metrics": list,
         "schedule": lambda: fails(session, "learning_rate_schedule", 0, 1, KeyError("warmup")),
         "optimizer": lambda: fails(session, "_parameter_groups", 1, 1, KeyError("parameters")),
-        "batch": lambda: fails(CausalLanguage, "weighed", 1, 2, MemoryError("for a batch")),
+        "batch": lambda: fails(CausalLanguage, "drawn", 1, 2, MemoryError("for a batch")),
         "step": lambda: fails(AdamW, "step", 1, 2, MemoryError("for the optimizer")),
         "held out": lambda: fails(Display, "evaluation", 1, 2, BrokenPipeError("no terminal")),
         "interrupt": lambda: fails(Display, "step", 0, 2, KeyboardInterrupt("twice")),

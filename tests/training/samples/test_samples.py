@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.integrations.pipelines.tiny_pipelines import CALLS, make_pipeline
-from tests.ranks import rank_outcomes, run_ranks
+from tests.ranks import run_ranks
 from tests.training.data.media_files import CHINA
 from tests.training.samples.sampled import encode, run
 from zerostart.errors import ConfigError
@@ -101,41 +101,6 @@ def compare_with_diffusers(
 def test_samples_are_what_diffusers_draws_and_disturb_nothing(flux: Path, tmp_path: Path) -> None:
     """Three prompts on two ranks: one rank draws one of them for nothing."""
     compare_with_diffusers("flux", flux, "ZeRO-3", tmp_path, {"height": 16, "width": 16})
-
-
-def short_of_room(values: dict[str, Any]) -> Any:
-    """A run whose last rank the kernel refuses all but the first bytes of each sample of step 2."""
-    import resource
-
-    from zerostart.training.samples.sampler import Sampler
-
-    write, (soft, hard) = Sampler._write, resource.getrlimit(resource.RLIMIT_FSIZE)
-
-    def limited(self: Sampler, drawn: dict[int, torch.Tensor], folder: Path) -> None:
-        last = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
-        if last and folder.name == "step-00000002":
-            resource.setrlimit(resource.RLIMIT_FSIZE, (64, hard))
-        try:
-            write(self, drawn, folder)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-    Sampler._write = limited  # type: ignore[method-assign]
-    return run(values)
-
-
-@pytest.mark.slow
-def test_samples_that_cannot_be_written_are_skipped(flux: Path, tmp_path: Path) -> None:
-    """On one rank alone; the run goes on as if they had been, and without the option it ends."""
-    size = {"every": 1, "height": 16, "width": 16}
-    values = configured(flux, "FSDP2", tmp_path / "on", **size) | {"checkpoint": {"skip_unwritable": True}}
-    run_ranks(short_of_room, 2, values)
-    run_ranks(run, 2, configured(flux, "FSDP2", tmp_path / "plain"))
-    assert losses(tmp_path / "on") == losses(tmp_path / "plain")
-    found = {f.name: len(list(f.iterdir())) for f in (tmp_path / "on" / "samples").iterdir()}
-    assert found == {"step-00000000": 3, "step-00000001": 3, "step-00000002": 2, "step-00000003": 3}
-    failed = rank_outcomes(short_of_room, 2, configured(flux, "FSDP2", tmp_path / "off", **size))
-    assert all("the sample cannot be written: " in str(one) for one in failed)
 
 
 @pytest.mark.slow
@@ -262,7 +227,7 @@ def test_averaged_weights_have_to_be_there(flux: Path, tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"samples\.with_ema: the run has no averaged weights; add the section ema"
     ):
-        open_drawing(config)
+        open_drawing(config.samples, config.model, config.ema is not None)
 
 
 def test_what_cannot_be_drawn_is_refused_before_anything_is_encoded(flux: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from zerostart.checkpoint.manifest import HIDDEN, MARKER, documents
 from zerostart.checkpoint.strict_json import read_json
 from zerostart.checkpoint.usual_names import PIPELINE_INDEX
 from zerostart.distributed.world import World
-from zerostart.errors import ConfigError, WriteError
+from zerostart.errors import WriteError
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelCard, RepoUrl
@@ -85,17 +85,6 @@ def saved_files(path: Path) -> list[str]:
         folders = [name for name, described in index.items() if isinstance(described, list)]
         patterns += [PIPELINE_INDEX, *(f"{glob.escape(name)}/*" for name in folders)]
     return patterns
-
-
-def check_repository(repo_id: str, private: bool | None = None) -> None:
-    """Make the repository before a run. Raises ConfigError if this user cannot write there."""
-    try:
-        made_repository(repo_id, private)
-    except Exception as error:  # as above
-        raise ConfigError(
-            f"output.push_to_hub: {repo_id} cannot be written to ({_reason(error)}); log in with hf auth "
-            "login, look for a mistake in the name, or leave it out"
-        ) from error
 
 
 def _reason(error: Exception) -> str:

@@ -5,7 +5,6 @@ Nothing is gathered: each rank writes its own bytes, whatever the format (``zero
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,7 +25,7 @@ from zerostart.training.adapt.ema import Ema
 from zerostart.training.loop.task import Task
 
 if TYPE_CHECKING:
-    from zerostart.training.config.configuration import TrainConfig
+    from zerostart.training.config.configuration import OutputConfig
 
 #: In the output directory: what is saved before the end, a folder for each step.
 EXPORTS = "exports"
@@ -41,13 +40,13 @@ def step_folder(directory: Path | str, step: int) -> Path | str:
     return inside(directory, EXPORTS, f"step-{step}")
 
 
-def check_export(model: nn.Module, config: TrainConfig) -> None:
+def check_export(model: nn.Module, output: OutputConfig, adapted: bool) -> None:
     """Raise ConfigError for what ``model`` could not be saved as once it is trained.
 
     ``model`` is as it will be trained, adapters and all: at the end the training would be lost.
     """
-    save_request(model, config, 0).check()
-    if not config.output.merge:
+    save_request(model, output, adapted, 0).check()
+    if not output.merge:
         return
     for name, parameter in model.named_parameters():
         shape = full_shape(parameter)
@@ -60,23 +59,22 @@ def check_export(model: nn.Module, config: TrainConfig) -> None:
 
 def save_request(
     model: nn.Module,
-    config: TrainConfig,
+    output: OutputConfig,
+    adapted: bool,
     step: int,
-    beside: Callable[[Path], object] | None = None,
     overrides: TensorOverrides | None = None,
 ) -> SaveRequest:
     """How ``model``, as it is trained, is saved after ``step`` steps.
 
-    ``overrides`` are values to save in the place of its own. Raises ConfigError for names that DiffSynth has
-    not.
+    ``adapted``: a LoRA is trained; ``overrides`` are values to save in the place of the model's own. Raises
+    ConfigError for names that DiffSynth has not.
     """
-    output = config.output
-    request = SaveRequest(output.max_shard_size, beside=beside, overrides=overrides)
-    if config.lora is not None:
+    request = SaveRequest(output.max_shard_size, overrides=overrides)
+    if adapted:
         if output.merge:
             return replace(request, merge_adapters=True)
         # Without merging only the factors are written; the model is the one that the run was started from.
-        return replace(request, adapters_only=True, adapter_format=_adapter_format(model, config, step))
+        return replace(request, adapters_only=True, adapter_format=_adapter_format(model, output, step))
     if output.format == "diffsynth":
         names = diffsynth_names(bare_model(model), _FORMAT)
         return replace(
@@ -94,8 +92,8 @@ def save_request(
     return request
 
 
-def _adapter_format(model: nn.Module, config: TrainConfig, step: int) -> AdapterFormat:
-    output, inner = config.output, bare_model(model)
+def _adapter_format(model: nn.Module, output: OutputConfig, step: int) -> AdapterFormat:
+    inner = bare_model(model)
     return adapter_format(
         output.format or library_of(inner).adapter_format,
         inner,
@@ -134,7 +132,8 @@ def _save(
     model: nn.Module, task: Task, folder: Path | str, averaged: Path | str, step: int, ema: Ema | None
 ) -> SaveReport:
     # Two saves one after the other, each collective: the average is a model of its own, with its own marker.
-    report = save_model(model, folder, save_request(model, task.config, step, task.beside))
+    output, adapted = task.config.output, task.config.lora is not None
+    report = save_model(model, folder, save_request(model, output, adapted, step))
     if ema is not None:
-        save_model(model, averaged, save_request(model, task.config, step, task.beside, ema.overrides))
+        save_model(model, averaged, save_request(model, output, adapted, step, ema.overrides))
     return report

@@ -10,13 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from math import prod
 from typing import Any
 
 import torch
 from torch import nn
 
-from zerostart.engines import full_shape
 from zerostart.errors import ConfigError
 from zerostart.state.saving.adapter_formats import names_for
 from zerostart.training.config.configuration import LoraConfig
@@ -24,18 +22,6 @@ from zerostart.training.config.configuration import LoraConfig
 #: PEFT's name for the one adapter.
 ADAPTER = "default"
 _ADAPTABLE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)
-#: Lists of targets by name, as DiffSynth-Studio's scripts have them after ``--lora_target_modules``.
-#: ``flux2-npu`` is that of its FLUX.2-dev script for NPUs (``FLUX.2-dev-Lora-NPU.sh``), which has the last
-#: projection of each of the 48 single blocks. Entries that a smaller model does not have are passed over.
-PRESETS = {
-    "flux2-npu": ",".join(
-        (
-            "to_q,to_k,to_v,add_q_proj,add_k_proj,add_v_proj,to_qkv_mlp_proj,to_out.0,to_add_out,linear_in",
-            "linear_out",
-            *(f"single_transformer_blocks.{block}.attn.to_out" for block in range(48)),
-        )
-    ),
-}
 
 
 def add_lora(model: nn.Module, config: LoraConfig, seed: int) -> tuple[str, ...]:
@@ -65,18 +51,6 @@ def add_lora(model: nn.Module, config: LoraConfig, seed: int) -> tuple[str, ...]
         torch.manual_seed(seed)
         inject_adapter_in_model(given, model, adapter_name=ADAPTER)
     return targets
-
-
-def highest_rank(model: nn.Module, adapted: Sequence[str]) -> int:
-    """The highest rank that a weight of the ``adapted`` modules of ``model`` can have: more adds nothing."""
-    found = 0
-    for name in adapted:
-        # A module that has its adapter already is a layer of PEFT around the original.
-        weight: Any = getattr(model.get_submodule(name), "base_layer", model.get_submodule(name)).weight
-        rows, *columns = full_shape(weight)
-        # Of a convolution the rows are the channels that come out, and all else goes to the columns.
-        found = max(found, min(rows, prod(columns)))
-    return found
 
 
 def _meant_besides(model: nn.Module, targets: Sequence[str]) -> list[str]:
@@ -120,10 +94,6 @@ def _chosen(model: nn.Module, modules: Mapping[str, nn.Module], targets: str | l
         if names is None:
             return set(_in_blocks(model, modules))
         return _as_scripts(model, modules, names.targets, strict=False)
-    if targets in PRESETS:
-        # Not strict: such a list was written for the largest model of its kind, and smaller ones have fewer
-        # blocks.
-        return _as_scripts(model, modules, PRESETS[targets], strict=False)
     return _as_scripts(model, modules, targets)
 
 

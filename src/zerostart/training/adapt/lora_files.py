@@ -1,4 +1,4 @@
-"""Start a LoRA training from the values of another one: a file, or a training checkpoint.
+"""Start a LoRA training from the values of another one, which a file has.
 
 Files of PEFT, diffusers and DiffSynth hold the two factors of each adapted module under names of their own.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -18,13 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerostart.checkpoint.formats.saved_state import open_saved_state
 from zerostart.checkpoint.paths import expanded
 from zerostart.checkpoint.strict_json import load_json, read_json
 from zerostart.distributed.world import World
 from zerostart.errors import CheckpointError, CheckpointNotFoundError, ConfigError
-from zerostart.state.resuming.training_state import MARKER, MODEL
-from zerostart.state.resuming.values import decoded
 from zerostart.state.saving.adapter_formats import PREFIX, names_for
 from zerostart.training.adapt.lora import ADAPTER
 from zerostart.training.config.configuration import LoraConfig
@@ -57,8 +53,10 @@ def start_from(model: nn.Module, adapted: Iterable[str], config: LoraConfig, wor
     """
     assert config.start_from is not None, "the caller has looked"
     with world.phase("reading the LoRA file"):
-        tensors, metadata, named = _read_lora(config.start_from)
-        checksum = _checksum(tensors, metadata)
+        path = _find_file(expanded(config.start_from))
+        named = f"lora.start_from {path}"
+        tensors, metadata = _read(path, named)
+        checksum = hashlib.blake2b(path.read_bytes() + repr(metadata).encode(), digest_size=8).hexdigest()
     # The ranks compare their next phase, so a rank that has read another file raises here.
     world.raise_together(None, f"starting from the LoRA file with the checksum {checksum}")
     with world.phase("starting from the LoRA file"):
@@ -96,34 +94,6 @@ def _fill(layer: Any, name: str, found: Factors, config: LoraConfig, named: str)
     b.copy_(found.b if times == 1.0 else found.b.float() * times)
 
 
-def _read_lora(source: str | os.PathLike[str]) -> tuple[dict[str, torch.Tensor], Mapping[str, Any], str]:
-    path = expanded(source)
-    # A training checkpoint first: its folders hold safetensors files without an alpha. Its model folder, or a
-    # file in that, is a path that a user may have copied.
-    state = next((one for one in (path, path.parent, path.parent.parent) if (one / MARKER).is_file()), None)
-    if state is not None:
-        return *_read_state(state), f"lora.start_from {state}"
-    file = _find_file(path)
-    return *_read(file, f"lora.start_from {file}"), f"lora.start_from {file}"
-
-
-def _read_state(state: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    document, (weights,) = open_saved_state(state, [MODEL])
-    extra = document.get("extra")
-    course = extra.get("course") if isinstance(extra, dict) else None
-    alpha = decoded(course, {}).get("lora.alpha") if isinstance(course, dict) else None
-    if not isinstance(alpha, int | float):
-        raise ConfigError(
-            f"lora.start_from {state} is a training state without lora.alpha, so the scale of its "
-            "factors is unknown; save the adapter alone (zerostart.save with adapters_only), and "
-            "name that"
-        )
-    tensors: dict[str, torch.Tensor] = {}
-    for file in weights.files:  # other files may be next to them
-        tensors |= _read(Path(file), f"lora.start_from {state}: {file}")[0]
-    return tensors, {"lora_alpha": alpha}
-
-
 def _find_file(path: Path) -> Path:
     if path.is_file():
         return path
@@ -152,15 +122,6 @@ def _read(path: Path, named: str) -> tuple[dict[str, torch.Tensor], dict[str, ob
         return tensors, {key.rpartition(".")[2]: value for key, value in settings.items()}
     beside = path.with_name("adapter_config.json")
     return tensors, read_json(beside, "configuration of an adapter") if beside.is_file() else {}
-
-
-def _checksum(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, Any]) -> str:
-    digest = hashlib.blake2b(repr(metadata).encode(), digest_size=8)
-    for name in sorted(tensors):
-        tensor = tensors[name].contiguous()
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
 
 
 def _parse(

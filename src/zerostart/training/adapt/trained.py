@@ -13,36 +13,36 @@ from zerostart.distributed.world import World
 from zerostart.engines import full_shape, plain_name
 from zerostart.errors import ConfigError
 from zerostart.live.model import record_of
-from zerostart.training.adapt.lora import add_lora, highest_rank
+from zerostart.training.adapt.lora import add_lora
 from zerostart.training.adapt.lora_files import start_from
 
 if TYPE_CHECKING:
-    from zerostart.training.config.configuration import TrainConfig
+    from zerostart.training.config.configuration import LoraConfig, TrainingConfig
 
 
-def choose_trained(model: nn.Module, config: TrainConfig, world: World) -> str | None:
-    """Freeze the loaded ``model`` but for what ``config`` trains, adding that where it is a LoRA; collective.
+def choose_trained(
+    model: nn.Module, train: TrainingConfig, lora: LoraConfig | None, precision: str, world: World
+) -> str | None:
+    """Freeze the loaded ``model`` but for what a run trains, adding that where it is a LoRA; collective.
 
     Before the engine has the model. Gives what is trained in words; None for all of it. Raises ConfigError,
     and of a LoRA file CheckpointError and CheckpointNotFoundError, on every rank.
     """
-    if config.train.trainable is not None:
+    if train.trainable is not None:
         with world.phase("freezing what is not trained"):
-            train_only(model, config.train.trainable)
+            train_only(model, train.trainable)
         return f"trained: {_counted(model)}"
-    if config.lora is None:
+    if lora is None:
         return None
     with world.phase("adding LoRA"):
         # Drawn from the seed on every rank alike, filled from a file while each rank has all of a factor, and
         # sharded last.
-        adapted = add_lora(model, config.lora, config.train.seed)
-    if config.lora.start_from is not None:
-        start_from(model, adapted, config.lora, world)
-    summary = f"trained: LoRA of rank {config.lora.rank} in {len(adapted)} layers, {_counted(model)}"
-    if config.lora.rank > (most := highest_rank(model, adapted)):
-        summary += f"; none of these layers has a rank above {most}: lora.rank {most} can do as much"
+        adapted = add_lora(model, lora, train.seed)
+    if lora.start_from is not None:
+        start_from(model, adapted, lora, world)
+    summary = f"trained: LoRA of rank {lora.rank} in {len(adapted)} layers, {_counted(model)}"
     with world.phase("sharding LoRA"):
-        record_of(model).engine.shard_added(model, config.precision)
+        record_of(model).engine.shard_added(model, precision)
     return summary
 
 

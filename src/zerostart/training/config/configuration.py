@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field, SerializeAsAny, field_validator, mo
 
 from zerostart.checkpoint.write.shards import parse_size
 from zerostart.errors import ConfigError
-from zerostart.training.config.sections import Count, Positive, Proportion, Section, TaskConfig
+from zerostart.training.config.sections import Count, PathText, Positive, Proportion, Section, TaskConfig
 from zerostart.training.data.media_config import MediaConfig
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class ModelConfig(Section):
 
     path_keys: ClassVar[frozenset[str]] = frozenset({"source"})
 
-    source: str
+    source: PathText
     """What is trained: a directory, a file, or a hub id in the local cache."""
     component: str | None = None
     """Of a pipeline of diffusers: the component that is trained (transformer, transformer_2)."""
@@ -139,12 +139,7 @@ class TrainingConfig(Section):
     learning_rate: Annotated[float, Field(gt=0.0)] = 5e-5
     """The highest rate, after the warm-up."""
     optimizer: str = "adamw"
-    """adamw, another of torch's, one of the HF Trainer's, or package.module:Class.
-
-    torch's classes are known by their names in small letters (``sgd``, ``radam``), the Trainer's by those of
-    its argument ``optim`` (``adafactor``, ``adamw_bnb_8bit``, ``lion_32bit``), where their packages are
-    installed.
-    """
+    """adamw, another of torch's (sgd, radam), or package.module:Class."""
     optimizer_args: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the optimizer's class, such as ``{momentum: 0.9}``."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
@@ -197,7 +192,7 @@ class OutputConfig(Section):
 
     path_keys: ClassVar[frozenset[str]] = frozenset({"directory"})
 
-    directory: str
+    directory: PathText
     """The trained model, metrics.jsonl and checkpoints; a directory, or a URL of a store."""
     max_shard_size: str = "5GB"
     """Most bytes of one file."""
@@ -215,13 +210,6 @@ class OutputConfig(Section):
     """true: save the whole model, with the LoRA in its weights."""
     every: Count = 0
     """Steps between exports, in exports; 0: at the end alone."""
-    push_to_hub: str | None = None
-    """A repository of the hub to upload the trained model to, with a card of the run; see hf auth login."""
-    hub_private: bool | None = None
-    """true: that repository is private; null: as the account's settings say.
-
-    One that is there and public is refused with ``true``, before the run.
-    """
 
     @field_validator("max_shard_size")
     @classmethod
@@ -241,13 +229,6 @@ class CheckpointConfig(Section):
     """How many of the lowest held-out loss stay besides; see train.evaluate_every."""
     background: bool = False
     """true: write them while training continues, from copies in host memory."""
-    skip_unwritable: bool = False
-    """true: say so where a checkpoint, an export or samples cannot be written, and train on.
-
-    A disk or a quota is full, or a directory has gone: the next one that is due is tried again. Older
-    checkpoints stay. Figures for trackers are left out, too. What the run ends with, the trained model, is an
-    error still.
-    """
 
 
 class TrackingConfig(Section):
@@ -256,7 +237,7 @@ class TrackingConfig(Section):
     path_keys: ClassVar[frozenset[str]] = frozenset({"project"})
 
     trackers: list[str] = Field(default_factory=list)
-    """csv, and accelerate's trackers by name, such as tensorboard and wandb."""
+    """accelerate's trackers by name, such as tensorboard and wandb."""
     project: str = "zerostart"
     """The project that they log to."""
 
@@ -283,7 +264,7 @@ class LoraConfig(Section):
     dropout: Proportion = 0.0
     """Of what goes into an adapter."""
     targets: str | list[str] = "auto"
-    """Layers that have an adapter: auto, names, a preset, or DiffSynth's comma-separated list.
+    """Layers that have an adapter: auto, names, or DiffSynth's comma-separated list.
 
     ``auto`` is those of DiffSynth's scripts for its families, else every linear layer of the model's repeated
     blocks. Of names, ``to_q`` is every module that is called so, ``blocks.*.attn1.to_q`` one of each block.
@@ -293,7 +274,7 @@ class LoraConfig(Section):
     """Names of layers that are left out."""
     init: Literal["default", "gaussian"] = "default"
     """The first factor: as PEFT draws it, or gaussian. The second is zero: training starts from the model."""
-    start_from: str | None = None
+    start_from: PathText | None = None
     """A LoRA file, or its directory, that training starts from. It may be of PEFT, diffusers or DiffSynth."""
 
     @property
@@ -350,9 +331,9 @@ class CacheConfig(Section):
 
     path_keys: ClassVar[frozenset[str]] = frozenset({"directory", "source"})
 
-    directory: str | None = None
+    directory: PathText | None = None
     """Latents and embeddings, made by `zerostart cache` or before training; null: cache, in the output."""
-    source: str | None = None
+    source: PathText | None = None
     """The pipeline with the encoders; null: model.source."""
     placement: Placement | dict[str, Placement] | None = None
     """Of the encoders: shard, replicate, offload, or one for each by name.

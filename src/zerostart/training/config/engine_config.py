@@ -11,24 +11,20 @@ from typing import Any
 from zerostart.checkpoint.paths import expanded
 from zerostart.engines.training import TrainingJob
 from zerostart.errors import ConfigError
-from zerostart.training.config.configuration import EngineConfig, TrainConfig
+from zerostart.training.config.configuration import EngineConfig, TrainingConfig
 from zerostart.training.config.parsing import parsed_json
 from zerostart.upstream.accelerate.plugins import is_set, launched_dynamo, launched_precision
 
 
-def engine_config(config: TrainConfig, world_size: int, hidden_size: int | None) -> dict[str, Any]:
+def engine_config(
+    section: EngineConfig, train: TrainingConfig, precision: str, world_size: int, hidden_size: int | None
+) -> dict[str, Any]:
     """What ``zerostart.load`` gets as ``engine_config``; raises :class:`ConfigError`."""
-    train = config.train
     job = TrainingJob(
-        config.precision,
-        train.batch_size,
-        train.accumulation,
-        train.max_grad_norm,
-        world_size,
-        hidden_size,
+        precision, train.batch_size, train.accumulation, train.max_grad_norm, world_size, hidden_size
     )
-    engine = config.engine.chosen()
-    complete = engine.training_config(job, user_config(config.engine))
+    engine = section.chosen()
+    complete = engine.training_config(job, user_config(section))
     # Asked of the whole, since the user's own file is one of the places that may say so.
     sharing = engine.configured_tensor_parallel(complete)
     if sharing > 1:
@@ -63,7 +59,7 @@ _SET_UP = (
 )
 
 
-def check_launcher(config: TrainConfig) -> None:
+def check_launcher(mixed_precision: str) -> None:
     """Raise :class:`ConfigError` if ``accelerate launch`` has set up more than the ranks of the run."""
     if (backend := launched_dynamo()) != "no":
         raise ConfigError(
@@ -77,8 +73,8 @@ def check_launcher(config: TrainConfig) -> None:
             "configuration, with torchrun, or with --nproc"
         )
     precision = launched_precision()
-    if precision not in ("no", config.train.mixed_precision):
+    if precision not in ("no", mixed_precision):
         raise ConfigError(
             f"the launcher's configuration has mixed_precision: {precision}, but this run's configuration "
-            f"has train.mixed_precision: {config.train.mixed_precision}; leave it out of the launcher's"
+            f"has train.mixed_precision: {mixed_precision}; leave it out of the launcher's"
         )

@@ -7,80 +7,37 @@ before a model or a process group exists.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Any, get_args
 
-from pydantic import BaseModel, BeforeValidator, SerializeAsAny, ValidationError, model_validator
+from pydantic import BaseModel, ValidationError, model_validator
 
 from zerostart.checkpoint.storage.files import read_small
 from zerostart.errors import CheckpointError, CheckpointNotFoundError, ConfigError, ReadError
 from zerostart.training.config.configuration import TrainConfig
-from zerostart.training.config.parsing import MOST_TEXT, parsed_yaml
-from zerostart.training.config.sections import Section, TaskConfig
+from zerostart.training.config.parsing import MAX_CHARACTERS, parsed_yaml
 from zerostart.training.loop.task import task_class
 
 
-def _of_task(value: object) -> object:
-    """The section ``task``, as the task's own settings."""
-    name = value.get("name") if isinstance(value, dict) else None
-    if not isinstance(name, str):
-        return value  # which the section itself refuses, if it is none
-    try:
-        # The task's own module is imported here, for a name of a class of one's own as well.
-        settings = task_class(name).Settings
-    except ConfigError as error:
-        problem = {"loc": ("name",), "type": "value_error", "msg": str(error), "input": name}
-        # Wrapped: pydantic would make one text of all that is wrong in the section.
-        raise TaskMistake([problem], TaskConfig) from None
-    try:
-        return settings.model_validate(value)
-    except ValidationError as error:
-        raise TaskMistake(error.errors(), settings) from None
-
-
 class _CheckedConfig(TrainConfig):
-    """A configuration whose task is known by name, and whose sections agree with each other."""
-
-    task: SerializeAsAny[Annotated[TaskConfig, BeforeValidator(_of_task)]]
+    """A configuration whose sections agree with each other."""
 
     @model_validator(mode="after")
     def _compatible(self) -> _CheckedConfig:
         # After all sections by themselves: here each has the types that it says.
-        engine, precision = self.engine.chosen(), self.train.mixed_precision
-        if precision not in engine.precisions:
-            raise ValueError(
-                f"train.mixed_precision {precision} is not available with engine.name {engine.name}; use "
-                f"{' or '.join(engine.precisions)}"
-            )
-        kept = self.engine_dtype
-        if kept is not None and self.model.dtype not in (None, kept):
-            raise ValueError(
-                f"model.dtype {self.model.dtype} contradicts train.mixed_precision {precision}: "
-                f"{engine.title} keeps the model in {kept} there"
-            )
-        if self.model.dtype == "float16" and engine.steps_parameters:
-            raise ValueError(
-                f"model.dtype float16 is not available with engine.name {engine.name}, which does not "
-                "scale the loss, so small gradients would become zero; use bfloat16"
-            )
-        check_trained(self)
-        self._check_task()
-        return self
-
-    def _check_task(self) -> None:
-        """Whether the task can be run with what else is configured. Raises ValueError."""
+        _check_precision(self)
+        _check_held_out(self)
+        _check_output(self)
         task, name = task_class(self.task.name), self.task.name
         for section in self.of_tasks:
-            given = getattr(self, section, None) is not None
-            if section in task.needs and not given:
-                raise ValueError(f"{section} is required with task.name {name}")
-            if given and section not in task.sections:
+            if getattr(self, section, None) is not None and section not in task.sections:
                 taken = ", ".join(one for one in self.of_tasks if one in task.sections) or "none of these"
                 raise ValueError(
                     f"the section {section} is not for task.name {name}, which takes {taken}; leave it out"
                 )
         task.check(self)
+        return self
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
@@ -90,7 +47,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     the key and the nearest valid one.
     """
     try:
-        text = read_small(str(path), 4 * MOST_TEXT, "configuration").decode("utf-8")
+        text = read_small(str(path), 4 * MAX_CHARACTERS, "configuration").decode("utf-8")
     except (CheckpointError, CheckpointNotFoundError, ReadError) as error:
         reason = getattr(error.__cause__, "strerror", None) or error
         raise ConfigError(f"cannot read the configuration {path}: {reason}") from error
@@ -107,10 +64,24 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
 
 def parse_config(values: dict[str, Any], where: str = "configuration") -> TrainConfig:
     """``values`` (plain nested dictionaries) as a checked configuration; raises :class:`ConfigError`."""
+    task = values.get("task")
+    if isinstance(task, dict) and isinstance(name := task.get("name"), str):
+        try:
+            # The task's own module is imported here, for a name of a class of one's own as well.
+            settings = task_class(name).Settings
+        except ConfigError as error:
+            raise ConfigError(f"{where}: task.name: {error}") from None
+        values = {**values, "task": _validated(settings, task, f"{where}: ", "task.")}
+    checked: TrainConfig = _validated(_CheckedConfig, values, f"{where}: ", "")
+    return checked
+
+
+def _validated(kind: type[BaseModel], values: dict[str, Any], where: str, before: str) -> Any:
     try:
-        return _CheckedConfig.model_validate(values)
+        return kind.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(f"{where}: {'; '.join(messages(error, TrainConfig))}") from None
+        told = "; ".join(_explain(dict(problem), kind, before) for problem in error.errors())
+        raise ConfigError(f"{where}{told}") from None
 
 
 def _apply_override(values: dict[str, Any], override: str) -> None:
@@ -130,37 +101,17 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
     section[leaf] = value
 
 
-class TaskMistake(ValueError):
-    """What is wrong within the section ``task``, as pydantic tells it, and the section's class."""
-
-    def __init__(self, problems: Sequence[Any], settings: type[Section]) -> None:
-        super().__init__("task")
-        self.problems = problems
-        self.settings = settings
-
-
-def messages(error: ValidationError, root: type[BaseModel]) -> Iterator[str]:
-    """Each mistake that ``error`` found in a ``root``; in the section ``task`` by the task's settings."""
-    for problem in error.errors():
-        inner = problem.get("ctx", {}).get("error")
-        if not isinstance(inner, TaskMistake):
-            yield _explain(dict(problem), root, TaskConfig)
-            continue
-        for one in inner.problems:
-            yield _explain({**one, "loc": (*problem["loc"], *one["loc"])}, root, inner.settings)
-
-
-def _explain(problem: dict[str, Any], root: type[BaseModel], task: type[Section]) -> str:
+def _explain(problem: dict[str, Any], root: type[BaseModel], before: str) -> str:
     location = [str(part) for part in problem["loc"]]
-    key = ".".join(location)
+    key = before + ".".join(location)
     if problem["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(location[-1], _fields(location[:-1], root, task), n=1, cutoff=0.5)
-        hint = f"; did you mean {'.'.join([*location[:-1], near[0]])}?" if near else ""
+        near = difflib.get_close_matches(location[-1], _fields(location[:-1], root), n=1, cutoff=0.5)
+        hint = f"; did you mean {before}{'.'.join([*location[:-1], near[0]])}?" if near else ""
         return f"unknown key {key}{hint}"
     if problem["type"] == "missing":
         return f"{key} is required"
     message = str(problem["msg"]).removeprefix("Value error, ")
-    if not key:
+    if not location:
         return message
     value = repr(problem["input"])
     # A section is long, and some messages have the value already.
@@ -168,63 +119,37 @@ def _explain(problem: dict[str, Any], root: type[BaseModel], task: type[Section]
     return f"{key}: {message}{given}"
 
 
-def _fields(location: Sequence[str], root: type[BaseModel], task: type[Section]) -> list[str]:
-    section = root
+def _fields(location: Sequence[str], section: type[BaseModel]) -> list[str]:
     for part in location:
         if part.isdecimal():  # one of a list of sections
             continue
         annotation = section.model_fields[part].annotation
-        kinds = (task,) if annotation is TaskConfig else (annotation, *get_args(annotation))
-        found = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
-        if not found:
+        kinds = (kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type))
+        found = next((kind for kind in kinds if issubclass(kind, BaseModel)), None)
+        if found is None:
             return []
-        section = found[0]
+        section = found
     return list(section.model_fields)
 
 
-def check_trained(config: TrainConfig) -> None:
-    """Raise ValueError for sections that contradict each other in what is trained, averaged and saved."""
-    output, lora = config.output, config.lora
-    _check_best(config)
-    _check_held_out(config)
-    if lora is not None and config.train.trainable:
+def _check_precision(config: TrainConfig) -> None:
+    """Raise ValueError for types that the engine does not train in."""
+    engine, precision = config.engine.chosen(), config.train.mixed_precision
+    if precision not in engine.precisions:
         raise ValueError(
-            "train.trainable and lora exclude each other, since both say what is trained; leave "
-            "one of them out"
+            f"train.mixed_precision {precision} is not available with engine.name {engine.name}; use "
+            f"{' or '.join(engine.precisions)}"
         )
-    if output.hub_private is not None and output.push_to_hub is None:
-        raise ValueError("output.hub_private is of output.push_to_hub, which is not there; name a repository")
-    if output.merge and lora is None:
-        raise ValueError("output.merge merges a LoRA, but there is no section lora; leave it out")
-    if output.merge and config.ema is not None:
+    kept = config.engine_dtype
+    if kept is not None and config.model.dtype not in (None, kept):
         raise ValueError(
-            "output.merge is not available with ema, because averaged adapters are saved as "
-            "adapters; leave one of them out"
+            f"model.dtype {config.model.dtype} contradicts train.mixed_precision {precision}: "
+            f"{engine.title} keeps the model in {kept} there"
         )
-    if output.format == "peft" and lora is None:
-        raise ValueError("output.format peft is for adapters, and there is no section lora; leave it out")
-    if output.merge and (output.format is not None or output.trainable_only):
-        raise ValueError("output.merge saves a whole model; leave output.format and trainable_only out")
-    part = lora is not None or output.trainable_only or output.format == "diffsynth"
-    if output.pipeline and not output.merge and part:
+    if config.model.dtype == "float16" and engine.steps_parameters:
         raise ValueError(
-            "output.pipeline needs a whole model; set output.merge, or leave output.pipeline out"
-        )
-    if output.remove_prefix and (output.merge or not part):
-        raise ValueError(
-            "output.remove_prefix applies only to files with the trained tensors alone: set "
-            "output.trainable_only or output.format diffsynth"
-        )
-
-
-def _check_best(config: TrainConfig) -> None:
-    """Raise ValueError where checkpoints are to be compared by a loss that is not measured at each."""
-    best, saved, measured = config.checkpoint.best, config.checkpoint.every, config.train.evaluate_every
-    held_out = getattr(config.task, "held_out", 0.0)
-    if best and not (saved and measured and held_out and saved % measured == 0):
-        raise ValueError(
-            "checkpoint.best compares held-out losses: hold examples out (task.held_out), and make "
-            "checkpoint.every a multiple of train.evaluate_every"
+            f"model.dtype float16 is not available with engine.name {engine.name}, which does not "
+            "scale the loss, so small gradients would become zero; use bfloat16"
         )
 
 
@@ -233,10 +158,50 @@ def _check_held_out(config: TrainConfig) -> None:
 
     A task of somebody else that has no such key may hold examples out by itself.
     """
-    asked = {"train.evaluate_every": config.train.evaluate_every}
-    asked["ema.evaluate"] = config.ema is not None and config.ema.evaluate
-    if not getattr(config.task, "held_out", True):
-        for key in (key for key, value in asked.items() if value):
+    saved, measured = config.checkpoint.every, config.train.evaluate_every
+    if config.checkpoint.best and not (saved and measured and saved % measured == 0):
+        raise ValueError(
+            "checkpoint.best compares held-out losses: hold examples out (task.held_out), and make "
+            "checkpoint.every a multiple of train.evaluate_every"
+        )
+    asked = {
+        "checkpoint.best": config.checkpoint.best,
+        "train.evaluate_every": measured,
+        "ema.evaluate": config.ema is not None and config.ema.evaluate,
+    }
+    for key in (key for key, value in asked.items() if value):
+        if not getattr(config.task, "held_out", True):
             raise ValueError(
                 f"{key} needs held-out examples, but there are none: set task.held_out, or leave it out"
             )
+
+
+def _check_output(config: TrainConfig) -> None:
+    """Raise ValueError for sections that contradict each other in what is trained, averaged and saved."""
+    output, adapted = config.output, config.lora is not None
+    part = adapted or output.trainable_only or output.format == "diffsynth"
+    contradictions = {
+        "train.trainable and lora exclude each other: leave one of them out": (
+            adapted and config.train.trainable
+        ),
+        "output.merge merges a LoRA, but there is no section lora: leave it out": output.merge
+        and not adapted,
+        "output.merge is not available with ema, which saves averaged adapters: leave one of them out": (
+            output.merge and config.ema
+        ),
+        "output.format peft is for adapters, and there is no section lora: leave it out": (
+            output.format == "peft" and not adapted
+        ),
+        "output.merge saves a whole model: leave output.format and trainable_only out": (
+            output.merge and (output.format is not None or output.trainable_only)
+        ),
+        "output.pipeline needs a whole model: set output.merge, or leave output.pipeline out": (
+            output.pipeline and not output.merge and part
+        ),
+        "output.remove_prefix is for files of trained tensors: set output.trainable_only": (
+            output.remove_prefix and (output.merge or not part)
+        ),
+    }
+    for told, found in contradictions.items():
+        if found:
+            raise ValueError(told)

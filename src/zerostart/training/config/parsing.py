@@ -9,24 +9,16 @@ import yaml
 
 from zerostart.errors import ConfigError
 
-#: Characters of a document, some seconds of PyYAML's time; and values of it, each as often as it is referred
-#: to: a few aliases of aliases in a row are more than there is memory for.
-MOST_TEXT, MOST_VALUES = 1 << 18, 100_000
-#: Digits of a number.
-_LONGEST = 100
+#: Characters of a document that are read at most: some seconds of PyYAML's time.
+MAX_CHARACTERS = 1 << 18
 
 
 def parsed_yaml(text: str, where: str) -> Any:
     """The value of a YAML document. Raises ConfigError, which ``where`` begins, naming the line."""
-    if len(text) > MOST_TEXT:
-        raise ConfigError(f"{where} has {len(text)} characters, but at most {MOST_TEXT} are read")
+    if len(text) > MAX_CHARACTERS:
+        raise ConfigError(f"{where} has {len(text)} characters, but at most {MAX_CHARACTERS} are read")
     try:
         return yaml.load(text, _Unique)  # a safe one
-    except _Twice as error:
-        key, first, line = error.args
-        raise ConfigError(
-            f"{where}, line {line}: {key} is given twice, first in line {first}; leave one of them out"
-        ) from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
@@ -65,51 +57,26 @@ def parsed_json(text: str, where: str) -> Any:
 
 
 class _Unique(yaml.SafeLoader):
-    """PyYAML's safe loader, without a second value for a key, and of values that anybody can go through."""
+    """PyYAML's safe loader, without a second value for a key, and without aliases.
 
-    def get_single_node(self) -> yaml.Node | None:
-        node = super().get_single_node()
-        if node is not None:
-            _weigh(node, {})
-        return node
+    A few aliases of aliases in a row stand for more values than there is memory for.
+    """
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            event: Any = self.get_event()  # type: ignore[no-untyped-call]
+            told = "aliases are not read: write the value out"
+            raise yaml.MarkedYAMLError(problem=told, problem_mark=event.start_mark)
+        return super().compose_node(parent, index)
 
     def compose_mapping_node(self, anchor: dict[str, yaml.Node]) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
         # By tag and text: ``1`` and ``"1"`` are two keys.
-        first: dict[tuple[str, str], yaml.Mark] = {}
+        first: dict[tuple[str, str], int] = {}
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):
-                before = first.setdefault((key.tag, key.value), key.start_mark)
-                if before is not key.start_mark:
-                    raise _Twice(key.value, before.line + 1, key.start_mark.line + 1)
+                if before := first.get((key.tag, key.value)):
+                    told = f"{key.value} is given twice, first in line {before}; leave one of them out"
+                    raise yaml.MarkedYAMLError(problem=told, problem_mark=key.start_mark)
+                first[key.tag, key.value] = key.start_mark.line + 1
         return node
-
-
-def _weigh(node: Any, weights: dict[int, int]) -> int:
-    """How many values a node stands for, with those that it refers to. Raises YAMLError for too many."""
-    if isinstance(node, yaml.ScalarNode):
-        if node.tag.endswith((":int", ":float")) and len(node.value) > _LONGEST:
-            raise yaml.YAMLError(f"a number of {len(node.value)} digits in line {node.start_mark.line + 1}")
-        return 1
-    # By identity: an alias is the very node that it refers to. What was weighed counts again, each time.
-    if (known := weights.get(id(node))) is not None:
-        # Met again before its own weight was known.
-        if not known:
-            raise yaml.YAMLError(f"the value that begins in line {node.start_mark.line + 1} contains itself")
-        return known
-    weights[id(node)] = 0  # begun
-    inner = (
-        [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
-    )
-    total = 1 + sum(_weigh(part, weights) for part in inner)
-    if total > MOST_VALUES:
-        line = node.start_mark.line + 1
-        raise yaml.YAMLError(
-            f"the value that begins in line {line} expands to more than {MOST_VALUES} values"
-        )
-    weights[id(node)] = total
-    return total
-
-
-class _Twice(Exception):
-    """A key, and the lines in which it is."""

@@ -9,7 +9,6 @@ see the same.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Hashable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -173,7 +172,6 @@ class FlowMatching(Task):
 
     Settings: ClassVar[type[TaskConfig]] = FlowConfig
     sections: ClassVar[frozenset[str]] = frozenset({"media", "cache", "samples"})
-    data_key: ClassVar[str] = "media.source"
     where: FlowSource
     family: Family
     times: Times
@@ -209,14 +207,6 @@ class FlowMatching(Task):
         family = family_of(where.config["_class_name"], self.settings.family)
         self.family = family(where.config, where.index)
         self.times = Times(self.settings, self.family, self.settings.boundaries or where.boundaries)
-
-    def facts(self) -> dict[str, str]:
-        """The configurations, but for where they were saved."""
-        # A checkpoint keeps these digests to recognise the model: a copy in another directory is the same
-        # one.
-        kept = {key: value for key, value in self.where.config.items() if key != "_name_or_path"}
-        documents = {"config.json": kept, "model_index.json": self.where.index}
-        return {f"the model's {name}": _short(value) for name, value in documents.items()}
 
     @property
     def hidden_size(self) -> int | None:
@@ -349,10 +339,6 @@ class FlowMatching(Task):
 
         return {name: cast(value) for name, value in conditions.items()}
 
-    def seen(self, batch: Batch) -> int:
-        """Examples."""
-        return len(batch["t"])
-
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """The mean over the examples of their losses times the weights of their times."""
         conditions = batch["conditions"]
@@ -380,7 +366,3 @@ class FlowMatching(Task):
 def _together(items: Sequence[dict[str, torch.Tensor]]) -> Batch:
     """A function of the module: workers that are spawned import it."""
     return {"items": list(items)}
-
-
-def _short(value: object) -> str:
-    return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=8).hexdigest()

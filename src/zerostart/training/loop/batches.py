@@ -11,14 +11,13 @@ import functools
 import logging
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch.utils.data import Sampler
 
 from zerostart.errors import ConfigError
 from zerostart.training.config.configuration import TrainingConfig
-from zerostart.training.loop.task import Items, Task, in_epoch
+from zerostart.training.loop.task import Items, in_epoch
 
 logger = logging.getLogger("zerostart")
 
@@ -118,51 +117,39 @@ class Buckets(Sampler[list[int]]):
         return [list(together[start : start + self.batch_size]) for start in starts]
 
 
-def epochs_as_steps(items: Items, task: Task, train: TrainingConfig, count: int) -> TrainingConfig:
+def epochs_as_steps(items: Items, train: TrainingConfig, count: int) -> TrainingConfig:
     """``train`` with as many steps as its epochs are, rounded up; as it is where it has none.
 
     ``count`` batches go to the ranks at a time. Raises :class:`ConfigError` where an epoch has no batch.
     """
     if train.epochs is None:
         return train
-    if task.whole_steps:
-        # A multiple of a step, so that epochs and steps end together.
-        at_a_time = len(Buckets(items.shapes(), train.batch_size, count * train.accumulation, train.seed))
-    else:  # what fills no batch of every rank is left out of an epoch, but a step may begin in one
-        at_a_time = len(items) // train.batch_size // count * count
-    steps = -(-train.epochs * at_a_time // (count * train.accumulation))
+    at_once = count * train.accumulation
+    batches = len(Buckets(items.shapes(), train.batch_size, at_once, train.seed))
     # Too few examples for a step are refused where the order is made, in words of the data.
-    return train.model_copy(update={"steps": max(1, steps), "epochs": None})
+    return train.model_copy(update={"steps": max(1, train.epochs * batches // at_once), "epochs": None})
 
 
-def order_of(
-    items: Items, task: Task, train: TrainingConfig, count: int
-) -> tuple[dict[str, Any], Buckets | None]:
+def order_of(items: Items, train: TrainingConfig, count: int) -> Buckets:
     """In which order a ``DataLoader`` takes ``items``, of which ``count`` batches go to the ranks at a time.
 
-    Its arguments for that, and the buckets where ``task`` has them. Raises :class:`ConfigError` for too few
-    items.
+    Raises :class:`ConfigError` for too few items.
     """
-    needed, told = train.batch_size * count, f"the data has {len(items)} {task.examples} to train on"
-    if not task.whole_steps:
-        if len(items) < needed:
-            raise ConfigError(f"{told}; one batch on every rank takes {needed}")
-        return {"batch_size": train.batch_size, "shuffle": True, "drop_last": True}, None
     had_as = functools.partial(in_epoch, items)
     buckets = Buckets(items.shapes(), train.batch_size, count * train.accumulation, train.seed, had_as)
     if not len(buckets):
         raise ConfigError(
-            f"{told}; one step takes {needed * train.accumulation} (train.batch_size, times "
-            "train.accumulation, times ranks), and those of one batch have the same shapes: lower one of "
-            "these, or raise media.repeats"
+            f"the data has {len(items)} examples to train on; one step takes "
+            f"{train.batch_size * count * train.accumulation} (train.batch_size, times train.accumulation, "
+            "times ranks), and those of one batch have the same shapes: lower one of these, or raise "
+            "media.repeats"
         )
     if buckets.never_seen():
         logger.warning(
-            "%d of %d %s are never trained on, because fewer than train.batch_size %d have their "
+            "%d of %d examples are never trained on, because fewer than train.batch_size %d have their "
             "shapes: lower train.batch_size, or use fewer sizes (media.buckets)",
             buckets.never_seen(),
             len(items),
-            task.examples,
             train.batch_size,
         )
-    return {"batch_sampler": buckets}, buckets
+    return buckets

@@ -14,15 +14,16 @@ import torch
 from zerostart.checkpoint.formats.saved_state import open_saved_state
 from zerostart.checkpoint.paths import expanded
 from zerostart.distributed.world import World, current_world
-from zerostart.errors import ConfigError, WriteError
+from zerostart.errors import ConfigError
 from zerostart.live.training import StateTensor
-from zerostart.state.resuming.background import Saving, finish_last
+from zerostart.state.resuming.background import Saving
 from zerostart.state.resuming.load_state import read_document, restore_state
 from zerostart.state.resuming.retention import complete, prune
 from zerostart.state.resuming.save_state import write_state
+from zerostart.state.resuming.training_state import MARKER
 from zerostart.state.resuming.values import decoded
 from zerostart.training.config.configuration import CheckpointConfig
-from zerostart.training.loop.fingerprint import DATA, changes
+from zerostart.training.loop.course import changes
 from zerostart.training.loop.output_directory import FOLDER, is_run_state, resumable_checkpoints
 from zerostart.training.loop.session import Session
 
@@ -38,7 +39,7 @@ class History:
     last_loss: float | None = None
     held_out: dict[int, float] = field(default_factory=dict)
 
-    def note(self, loss: float | None) -> None:
+    def note(self, loss: float) -> None:
         """One more step has been done."""
         self.steps += 1
         if self.steps == 1:
@@ -59,15 +60,29 @@ def checkpoint_to_resume(resume: str | None, directory: Path, world: World) -> P
         if resume == "auto":
             return next(reversed(resumable_checkpoints(directory)), None)
         path = expanded(resume).absolute()
-        if path not in complete(path.parent):
-            raise ConfigError(
-                f"resume: {path} is not a complete checkpoint; write auto to resume from the newest "
-                "complete one"
-            )
-        return path
+        if path in complete(path.parent):
+            return path
+        found = _newest_near(path)
+        remedy = (
+            "no complete one is in it or around it; leave resume out to begin at step 0"
+            if found is None
+            else f"the newest complete one in it or around it is {found}"
+        )
+        raise ConfigError(f"resume: {path} is not a complete checkpoint; {remedy}")
 
     found: Path | None = world.broadcast_object(find, "looking for a checkpoint")
     return found
+
+
+def _newest_near(path: Path) -> Path | None:
+    """The newest complete checkpoint below ``path``, or otherwise around it."""
+    for place in (path, *path.parents[:2]):
+        if place in complete(place.parent):
+            return place
+        folders = (place, place / FOLDER, *place.glob(f"*/{FOLDER}"))
+        if states := [state for folder in folders for state in complete(folder)]:
+            return max(states, key=lambda state: (state / MARKER).stat().st_mtime)
+    return None
 
 
 class Checkpoints:
@@ -79,16 +94,17 @@ class Checkpoints:
         directory: Path,
         session: Session,
         course: Mapping[str, Any],
+        adapted: bool,
     ) -> None:
-        """``course`` has the values that decide the course of the run."""
+        """``course`` has the values that decide the course of the run; ``adapted``: it trains a LoRA."""
         self._config = config
         self._folder = directory / FOLDER
         self._session = session
         self._course = course
+        self._adapted = adapted
         # The save under way or done last, to be waited for in the end; None before the first.
         self._last: Saving | None = None
         self._newest: Path | None = None
-        self._older: Path | None = None  # the one before the newest, which may still be being written
 
     @property
     def recovery_hint(self) -> str:
@@ -106,11 +122,6 @@ class Checkpoints:
     def _averages(self) -> list[StateTensor]:
         return [] if self._session.ema is None else self._session.ema.averages
 
-    @property
-    def _order(self) -> str | None:
-        """None where it is the same for steps of any size."""
-        return None if self._session.buckets is None else self._session.buckets.order
-
     def due(self, step: int, stopped: bool) -> bool:
         """Whether to save after ``step``; a run that ends early always does."""
         return bool(self._config.every) and (stopped or step % self._config.every == 0)
@@ -125,7 +136,7 @@ class Checkpoints:
             "epoch": epoch,
             "sequences": batches * self._session.items_a_round,
             "course": dict(self._course),
-            "order": self._order,
+            "order": self._session.buckets.order,
             "schedule": self._session.scheduler.state_dict(),
             "losses": [history.first_loss, history.last_loss],
             "held_out": [list(item) for item in history.held_out.items()],
@@ -133,41 +144,22 @@ class Checkpoints:
         }
         # Eight digits, so that names sort as steps do.
         path = self._folder / f"step-{history.steps:08d}"
-        wait = not self._config.background
-        if self._config.skip_unwritable:  # or this save would be given up for the failure of that before it
-            before, self._newest = self._newest, self._older
-            # Until that is known to be whole, the newest is the one before it.
-            with self.skipped("the checkpoint before this one"):
-                finish_last(current_world())
-                self._newest = before
-        with self.skipped(f"the checkpoint of step {history.steps}"):
-            self._last = write_state(
-                path,
-                self._session.model,
-                self._optimizer,
-                extra,
-                wait,
-                frozen=not self._session.adapted,
-                beside=self._averages,
-            )
-            self._older, self._newest = self._newest, path
+        self._last = write_state(
+            path,
+            self._session.model,
+            self._optimizer,
+            extra,
+            not self._config.background,
+            frozen=not self._adapted,
+            beside=self._averages,
+        )
+        self._newest = path
         world = current_world()
         # Only complete ones count, so that where a save is written in the background as many older ones stay
         # as are asked for until it is whole.
         with world.phase("removing older checkpoints"):
             if world.rank == 0:
                 prune(self._folder, self._config.keep, self._config.best, _how_good, is_run_state)
-
-    @contextmanager
-    def skipped(self, what: str) -> Iterator[None]:
-        """Where the run goes on without what cannot be written, say so; every rank has failed alike then."""
-        try:
-            yield
-        except WriteError as error:
-            if not self._config.skip_unwritable:
-                raise
-            if current_world().rank == 0:
-                logger.warning("%s is skipped, and the run continues: %s", what, error)
 
     def resume(self, path: Path) -> tuple[History, Iterator[dict[str, torch.Tensor]]]:
         """Restore ``path``; gives what its run had seen, and the batches that come after; collective.
@@ -176,17 +168,23 @@ class Checkpoints:
         """
         # What makes it another run's is found from its document, before anything of the session changes.
         extra = current_world().broadcast_object(lambda: _extra(path), "reading the checkpoint's document")
-        self._check_course(path, extra["course"])
-        epoch, had = extra["epoch"], extra["sequences"]
-        if extra.get("order") not in (None, self._order) and had:
+        # Keys that only one of the two has are no change: they came with another version.
+        if other := changes(extra["course"], self._course):
+            model = "" if self._adapted else f", with model.source={path / 'model'}"
+            raise ConfigError(
+                f"{path} belongs to another run: {'; '.join(other)}. Restore the earlier values, or "
+                f"start a new run in another output.directory{model}"
+            )
+        epoch, had, order = extra["epoch"], extra["sequences"], self._session.buckets.order
+        if extra.get("order") not in (None, order) and had:
             logger.warning(
                 "%s was saved in an epoch of another order (%s, now %s): of this epoch some examples may "
                 "come again, and others not at all",
                 path,
                 extra["order"],
-                self._order,
+                order,
             )
-        # Before random states are restored: what is passed over draws again what was drawn for it.
+        # Before random states are restored: the first batch may draw.
         batches = self._session.batches_after(epoch, had)
         restore_state(path, self._session.model, self._optimizer, self._averages)
         if self._session.ema is not None:
@@ -197,19 +195,6 @@ class Checkpoints:
         first, last = extra["losses"]
         self._newest = path
         return History(extra["step"], first, last, dict(extra["held_out"])), batches
-
-    def _check_course(self, path: Path, before: Mapping[str, object]) -> None:
-        # Keys that only one of the two has are no change: they came with another version.
-        other = dict(changes(before, self._course))
-        if DATA in other:
-            key = self._session.task.data_key
-            other[DATA] = f"it was trained on other data than {key} gives now (or another part is held out)"
-        if other:
-            model = "" if self._session.adapted else f", with model.source={path / 'model'}"
-            raise ConfigError(
-                f"{path} belongs to another run: {'; '.join(other.values())}. Restore the earlier values, or "
-                f"start a new run in another output.directory{model}"
-            )
 
     @contextmanager
     def ended(self) -> Iterator[None]:
@@ -225,8 +210,7 @@ class Checkpoints:
             except Exception as error:
                 logger.warning("the checkpoint that was being written was lost: %s", error)
             raise
-        with self.skipped("the last checkpoint"):
-            self._wait()
+        self._wait()
 
     def _wait(self) -> None:
         if self._last is not None:

@@ -53,12 +53,8 @@ class Failures:
         return sums
 
     def raise_together(self) -> None:
-        """Meet, and raise the first rank's failure on all if any has failed; collective.
-
-        What is told here is told: a run that goes on without what failed does not hear of it again.
-        """
-        failure, self._first = self._first, None
-        self._world.raise_together(failure, "training")
+        """Meet, and raise the first rank's failure on all if any has failed; collective."""
+        self._world.raise_together(self._first, "training")
 
 
 @contextmanager
@@ -76,21 +72,19 @@ def unreported() -> Iterator[None]:
 
 
 def is_finite(model: nn.Module, optimizer: Any) -> bool:
-    """Whether this rank's share of what is trained, masters and states of ``optimizer``, is finite.
+    """Return True if this rank's share of what is trained, masters and optimizer states, is finite.
 
     ``model`` and ``optimizer`` as accelerate has prepared them. Buffers and frozen parameters are not
     looked at: a mask of minus infinity is one that its model means.
     """
-    sums: dict[torch.device, list[torch.Tensor]] = {}
     held = [t for t in _trained(model, optimizer) if t.is_floating_point() and t.itemsize > 1 and t.numel()]
     with torch.no_grad():
+        # The largest magnitude of each, in which nan and infinity come out; one wait for each device.
+        found: dict[torch.device, list[torch.Tensor]] = {}
         for tensor in held:
-            # A sum is as fast as memory, and nan and infinity come out of it; it may overflow by itself, too.
-            sums.setdefault(tensor.device, []).append(tensor.sum(dtype=torch.float32))
-        if all(bool(torch.stack(some).isfinite().all()) for some in sums.values()):
-            return True
-        # A sum was not finite: it overflowed, or an element is not. The largest magnitude tells which.
-        return all(math.isfinite(torch.linalg.vector_norm(tensor, math.inf)) for tensor in held)
+            largest = torch.linalg.vector_norm(tensor, math.inf)
+            found.setdefault(tensor.device, []).append(largest.isfinite())
+        return all(bool(torch.stack(some).all()) for some in found.values())
 
 
 def _trained(model: nn.Module, optimizer: Any) -> Iterator[torch.Tensor]:
@@ -122,6 +116,31 @@ class Divergence:
         self._steps = 0
         self._began = ""
 
+    def note(self, step: int, own_loss: float, norm: float | None, diverging: bool, hint: str) -> str | None:
+        """Count a step; gives what there is to say of it, if anything.
+
+        ``diverging``, the same on every rank: it is not finite on some; collective then. ``own_loss`` is
+        this rank's share of the loss. Raises DivergedError, on every rank, for one too many; ``hint`` says
+        what can be done then.
+        """
+        if not diverging:
+            self._steps = 0
+            return None
+        self._steps += 1
+        losses = self._world.all_gather_object(own_loss, "comparing a step that is not finite")
+        rank = next((rank for rank, loss in enumerate(losses) if not math.isfinite(loss)), 0)
+        shown = "" if norm is None else f", the gradient norm {norm:.4g}"
+        told = f"step {step} is not finite on rank {rank}: its loss is {losses[rank]:.4g}{shown}"
+        if self._steps == 1:
+            self._began = told  # by the next one every rank may have weights that are not finite
+        if self._steps >= self._patience:
+            raise DivergedError(
+                f"{self._began}; with it {self._steps} steps in a row are not finite, and "
+                f"train.patience_nonfinite is {self._patience}: the run has ended after step {step}, and no "
+                f"model was saved. {hint}"
+            )
+        return f"{told} ({self._steps} in a row; at {self._patience} the run ends)"
+
     def check_end(self, directory: str) -> None:
         """Raise DivergedError where the last steps of a run were not finite, though its weights are."""
         if self._steps:
@@ -129,40 +148,3 @@ class Divergence:
                 f"the last {self._steps} steps of the run are not finite: {self._began}. The model that was "
                 f"saved in {directory} has the finite weights of before"
             )
-
-    @staticmethod
-    def is_in(loss: float, norm: float | None, searching: bool) -> bool:
-        """Whether a step is not finite on this rank.
-
-        A norm alone is none where fp16's loss scale is searched: such a step was passed over.
-        """
-        return not math.isfinite(loss) or not (searching or norm is None or math.isfinite(norm))
-
-    def note(self, step: int, own: tuple[float, float | None, bool] | None, going_on: str) -> str | None:
-        """Count a step; gives what there is to say of it, if anything. Collective where it is not finite.
-
-        ``own``: this rank's share of the loss, the norm, and whether that is not finite here; None, on every
-        rank, for a step that is finite. Raises DivergedError, on every rank, for one too many; ``going_on``
-        says what can be done then.
-        """
-        if own is None:
-            self._steps = 0
-            return None
-        self._steps += 1
-        # Every rank is here, for ``own`` comes of a sum over all: None on each of them, or on none.
-        ranks = self._world.all_gather_object(own, "comparing a step that is not finite")
-        where = [rank for rank, (loss, *_) in enumerate(ranks) if not math.isfinite(loss)]
-        where = where or [rank for rank, (*_, bad) in enumerate(ranks) if bad]  # all have one norm
-        loss, norm, _ = ranks[where[0]]
-        shown = "" if norm is None else f", the gradient norm {norm:.4g}"
-        more = f" and {len(where) - 1} more" if len(where) > 1 else ""
-        told = f"step {step} is not finite on rank {where[0]}{more}: its loss is {loss:.4g}{shown}"
-        if self._steps == 1:
-            self._began = told  # by the next one every rank may have weights that are not finite
-        if self._steps >= self._patience:
-            raise DivergedError(
-                f"{self._began}; with it {self._steps} steps in a row are not finite, and "
-                f"train.patience_nonfinite is {self._patience}: the run has ended after step {step}, and no "
-                f"model was saved. {going_on}"
-            )
-        return f"{told} ({self._steps} in a row; at {self._patience} the run ends)"

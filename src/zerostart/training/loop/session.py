@@ -5,9 +5,9 @@ The model comes sharded from ``zerostart.load``; nothing here moves, wraps or sh
 
 from __future__ import annotations
 
-import csv
+import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
@@ -21,13 +21,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
-from zerostart.checkpoint.paths import expanded
 from zerostart.distributed.world import current_world
 from zerostart.engines import Engine, full_shape
-from zerostart.errors import ConfigError, WriteError
+from zerostart.errors import ConfigError
 from zerostart.live.model import record_of
 from zerostart.training.adapt.ema import Ema
-from zerostart.training.config.configuration import TrainConfig, TrainingConfig
+from zerostart.training.config.configuration import EmaConfig, TrackingConfig, TrainingConfig
 from zerostart.training.loop.batches import Buckets, order_of
 from zerostart.training.loop.failures import unreported
 from zerostart.training.loop.optimizers import optimizer_of
@@ -38,8 +37,6 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from accelerate.data_loader import DataLoaderShard
     from accelerate.optimizer import AcceleratedOptimizer
-    from accelerate.tracking import GeneralTracker
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass
@@ -53,12 +50,9 @@ class Session:
     loader: DataLoaderShard
     task: Task
     engine: Engine  # that the model was loaded for
-    items_a_round: int  # in one batch on every rank
-    buckets: Buckets | None  # the order of examples that differ in shape
-    draws: bool  # whether making a batch draws from a generator that is no rank's own random state
+    buckets: Buckets  # the order of the examples
     position: tuple[int, int] = (0, 0)  # the epoch, and the rounds of it that were had
     ema: Ema | None = None  # the average of the weights
-    adapted: bool = False  # whether a LoRA is trained, and the model is as it was loaded
 
     @property
     def device(self) -> torch.device:
@@ -66,13 +60,17 @@ class Session:
         device: torch.device = self.accelerator.device
         return device
 
+    @property
+    def items_a_round(self) -> int:
+        """Examples in one batch on every rank."""
+        return self.buckets.batch_size * int(self.accelerator.num_processes)
+
     def batches(self, epoch: int = 0, had: int = 0) -> Iterator[Batch]:
         """This rank's batches, epoch after epoch from ``epoch`` on, each in a new order.
 
-        Of the first one ``had`` batches are passed over without being made, where there are buckets.
+        Of the first one ``had`` rounds are passed over without being made.
         """
-        if self.buckets is not None:
-            self.buckets.pass_over(had * self.items_a_round // self.buckets.batch_size)
+        self.buckets.pass_over(had * int(self.accelerator.num_processes))
         while True:
             # The order of an epoch is drawn from the seed and its number, so that a resumed run has the order
             # of the one before.
@@ -89,21 +87,12 @@ class Session:
         The order is the same for any number of ranks; where rounds were of another size, and do not end at
         the same place, some come again.
         """
-        # Buckets can begin anywhere in an epoch; other orders have no such start, so their batches are made
-        # and dropped.
-        if self.buckets is not None:
-            had = items // self.items_a_round
-            # The epoch was over when the checkpoint was saved: the next one begins as it would have.
-            if had >= len(self.loader):
-                return self.batches(epoch + 1)
-            batches = self.batches(epoch, had)
-            return chain([next(batches)], batches)  # begun, as `next` below has it: that draws
-        # A collator's generator is in no checkpoint. What it has drawn since the first batch of the run is
-        # drawn again, epoch by epoch; without one the passed epochs need not be made.
-        batches = self.batches(0 if self.draws else epoch)
-        for _ in range(epoch * len(self.loader) * self.draws + items // self.items_a_round):
-            next(batches)
-        return batches
+        had = items // self.items_a_round
+        # The epoch was over when the checkpoint was saved: the next one begins as it would have.
+        if had >= len(self.loader):
+            return self.batches(epoch + 1)
+        batches = self.batches(epoch, had)
+        return chain([next(batches)], batches)  # begun, before random states are restored: that draws
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Mean loss of one batch, [], as the task computes it."""
@@ -112,11 +101,10 @@ class Session:
     def accumulate(self, batch: Batch, share: float) -> torch.Tensor:
         """Forward and backward of one batch; returns its mean loss, detached, [].
 
-        ``share`` is its part (0 to 1) of the weight of the whole step, of all batches on all ranks.
+        ``share`` is its part (0 to 1) of the whole step, of all batches on all ranks.
         The gradients of the step come out as those of the sum of all losses times their shares.
         """
-        # Every engine averages over ranks, and accelerate or DeepSpeed over the batches of a step: both as if
-        # all weighed alike.
+        # Every engine averages over ranks, and accelerate or DeepSpeed over the batches of a step.
         alike = self.engine.gradient_divisor * self.accelerator.gradient_accumulation_steps
         # Inside, accelerate has set ``sync_gradients``: gradients are reduced at the last batch of a step
         # alone.
@@ -132,13 +120,9 @@ class Session:
 
         Returns their norm before that; None where the engine does not tell (DeepSpeed in fp32 at stage 0).
         """
-        parameters = list(self.model.parameters())
-        if self.engine.owns_optimizer or max_grad_norm > 0.0:
-            # DeepSpeed has clipped and stepped in the backward; accelerate knows that, and asks it.
-            norm = self.accelerator.clip_grad_norm_(parameters, max_grad_norm)
-        else:
-            # 0 stands for no clipping; accelerate would clip all gradients to nothing by it.
-            norm = _total_norm([p.grad for p in parameters if p.grad is not None])
+        # DeepSpeed has clipped and stepped in the backward; accelerate knows that, and asks it. 0 stands for
+        # no clipping; accelerate would clip all gradients to nothing by it.
+        norm = self.accelerator.clip_grad_norm_(list(self.model.parameters()), max_grad_norm or math.inf)
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
         return None if norm is None else float(norm)
@@ -169,8 +153,7 @@ class Session:
 
     def sum_over_ranks(self, *values: float) -> list[float]:
         """Each value added up over all ranks; collective."""
-        # On the host, by the group for small messages: not every accelerator has float64.
-        # In float64: float32 counts tokens one by one up to 2**24 only.
+        # On the host, by the group for small messages, and in float64, which not every accelerator has.
         totals, world = torch.tensor(values, dtype=torch.float64, device="cpu"), current_world()
         if world.size > 1:
             torch.distributed.all_reduce(totals, group=world.group)
@@ -189,24 +172,29 @@ class Session:
         self.accelerator.end_training()
 
 
-def open_session(config: TrainConfig, model: nn.Module, task: Task, items: Items) -> Session:
+def open_session(
+    model: nn.Module,
+    task: Task,
+    items: Items,
+    train: TrainingConfig,
+    precision: str,
+    tracking: TrackingConfig,
+    directory: Path,
+    ema: EmaConfig | None = None,
+    workers: int = 0,
+) -> Session:
     """Make the optimizer, schedule and loader for the loaded ``model`` and let accelerate prepare them.
 
     Raises :class:`ConfigError` for data that does not fill one step, and a tracker that cannot begin.
     """
-    train, engine = config.train, record_of(model).engine
-    accelerator = _accelerator(config, engine)
-    place, count = accelerator.process_index, accelerator.num_processes
-    needed = train.batch_size * count
+    engine = record_of(model).engine
+    accelerator = _accelerator(engine, train, precision, tracking, directory)
     # The same on every rank, and before anything that ranks meet in: too few data are an error of all.
-    order, buckets = order_of(items, task, train, count)
+    buckets = order_of(items, train, accelerator.num_processes)
     optimizer = optimizer_of(train)(_parameter_groups(model, train.weight_decay))
-    # What is drawn differs from rank to rank in training.
     collator = task.collator(train.seed + accelerator.process_index)
     data: Any = items  # which DataLoader takes without it being its Dataset
-    loader: Any = DataLoader(
-        data, collate_fn=collator, num_workers=config.media.workers if config.media else 0, **order
-    )
+    loader: Any = DataLoader(data, collate_fn=collator, num_workers=workers, batch_sampler=buckets)
     with current_world().collectives("preparing the training"), unreported():
         if engine.owns_optimizer or engine.replicates_parameters:
             model, prepared = accelerator.prepare(model, optimizer)  # whole ones in DDP
@@ -215,68 +203,32 @@ def open_session(config: TrainConfig, model: nn.Module, task: Task, items: Items
             # for a module that is sharded already it has nothing to do.
             prepared = accelerator.prepare(optimizer)
         engine.spare_unreached(model)  # as it is called, so after it is prepared
-    loader = _prepared(accelerator, loader, place, count)
+    loader = accelerator.prepare_data_loader(loader)
     # Not prepared: accelerate steps a prepared scheduler once per rank, ours counts optimizer steps.
     scheduler = learning_rate_schedule(optimizer, train)
-    if config.tracking.trackers:
-        _begin_trackers(accelerator, config)
-    draws = getattr(collator, "generator", None) is not None
-    opened = Session(accelerator, model, prepared, scheduler, loader, task, engine, needed, buckets, draws)
-    opened.adapted = config.lora is not None
-    if config.ema is not None:
+    if tracking.trackers:
+        _begin_trackers(accelerator, tracking, train)
+    opened = Session(accelerator, model, prepared, scheduler, loader, task, engine, buckets)
+    if ema is not None:
         # Last: it follows what the optimizer steps, of mixed precision the masters, which are there only now.
-        opened.ema = Ema(config.ema, model, None if engine.owns_optimizer else prepared, current_world())
+        opened.ema = Ema(ema, model, None if engine.owns_optimizer else prepared, current_world())
     return opened
 
 
-def _begin_trackers(accelerator: Accelerator, config: TrainConfig) -> None:
+def _begin_trackers(accelerator: Accelerator, tracking: TrackingConfig, train: TrainingConfig) -> None:
     """Raises ConfigError, whatever a tracker fails with: what it is made of is no part of ours."""
-    told, names = {"train": config.train.model_dump_json()}, config.tracking.trackers
     try:
-        accelerator.init_trackers(config.tracking.project, config=told)
+        accelerator.init_trackers(tracking.project, config={"train": train.model_dump_json()})
     except Exception as error:
         raise ConfigError(
-            f"tracking.trackers: {' or '.join(names)} cannot start for tracking.project "
-            f"{config.tracking.project!r}: {type(error).__name__}: {error}"
+            f"tracking.trackers: {' or '.join(tracking.trackers)} cannot start for tracking.project "
+            f"{tracking.project!r}: {type(error).__name__}: {error}"
         ) from error
 
 
-def _prepared(accelerator: Accelerator, loader: DataLoader[Batch], place: int, count: int) -> DataLoaderShard:
-    """The ``loader`` of the batches at ``place`` of ``count`` at a time, as accelerate prepares one.
-
-    Not by ``accelerator.prepare``: it knows no ranks that see one batch, or has each draw its own.
-    """
-    from accelerate.data_loader import prepare_data_loader
-
-    options = accelerator.dataloader_config
-    return prepare_data_loader(
-        loader,
-        accelerator.device,
-        num_processes=count,
-        process_index=place,
-        put_on_device=accelerator.device_placement,
-        rng_types=list(accelerator.rng_types),
-        even_batches=options.even_batches,
-        use_seedable_sampler=options.use_seedable_sampler,
-        data_seed=options.data_seed,
-    )
-
-
-def _total_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
-    """The norm of all gradients, [], which may lie on several meshes (experts on their own)."""
-    by_mesh: dict[DeviceMesh | None, list[torch.Tensor]] = {}
-    for gradient in gradients:
-        # torch stacks the norms of a group, which DTensors of two meshes refuse.
-        by_mesh.setdefault(gradient.device_mesh if isinstance(gradient, DTensor) else None, []).append(
-            gradient
-        )
-    norms = [torch.nn.utils.get_total_norm(group) for group in by_mesh.values()]
-    whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
-    total: torch.Tensor = torch.linalg.vector_norm(torch.stack(whole))
-    return total
-
-
-def _accelerator(config: TrainConfig, engine: Engine) -> Accelerator:
+def _accelerator(
+    engine: Engine, train: TrainingConfig, precision: str, tracking: TrackingConfig, directory: Path
+) -> Accelerator:
     from accelerate import Accelerator
     from accelerate.utils import (
         DataLoaderConfiguration,
@@ -284,18 +236,17 @@ def _accelerator(config: TrainConfig, engine: Engine) -> Accelerator:
         patch_environment,
     )
 
-    directory = expanded(config.output.directory)
     common: dict[str, Any] = {
-        "log_with": made_trackers(config.tracking.trackers, directory, current_world().rank == 0) or None,
+        "log_with": tracking.trackers or None,
         "project_dir": str(directory),
-        "dataloader_config": DataLoaderConfiguration(use_seedable_sampler=True, data_seed=config.train.seed),
+        "dataloader_config": DataLoaderConfiguration(use_seedable_sampler=True, data_seed=train.seed),
         # A step is `accumulation` batches, also where an epoch ends in between.
         "gradient_accumulation_plugin": GradientAccumulationPlugin(
-            num_steps=config.train.accumulation, sync_with_dataloader=False
+            num_steps=train.accumulation, sync_with_dataloader=False
         ),
     }
     with hidden():  # what a launcher has set up is in the configuration by now
-        setup = engine.accelerate_setup(config.precision)
+        setup = engine.accelerate_setup(precision)
         for message, category in setup.ignored:
             warnings.filterwarnings("ignore", message, category)
         with patch_environment(**setup.environment):
@@ -308,8 +259,7 @@ def _parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, A
     others: list[nn.Parameter] = []
     for parameter in model.parameters():
         if parameter.requires_grad:
-            shape = full_shape(parameter)
-            (decayed if len(shape) > 1 else others).append(parameter)
+            (decayed if len(full_shape(parameter)) > 1 else others).append(parameter)
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
 
@@ -330,97 +280,14 @@ def learning_rate_schedule(optimizer: Optimizer, train: TrainingConfig) -> Lambd
     return LambdaLR(optimizer, lambda step: (step + 1) / warmup if step < warmup else theirs(step))
 
 
-#: The name of our own tracker, and of the file that it writes in the output directory.
-OWN, TABLE = "csv", "metrics.csv"
-_COLUMNS = ("step", "key", "value")
-
-
 def check_trackers(names: Sequence[str]) -> None:
     """Raise ConfigError for a tracker that is unknown or not installed."""
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
-    installed = {OWN, *(str(tracker) for tracker in get_available_trackers())}
+    installed = {str(tracker) for tracker in get_available_trackers()}
     for name in names:
         if name not in installed:
-            known = ", ".join(sorted([OWN, *LOGGER_TYPE_TO_CLASS]))
+            known = ", ".join(sorted(LOGGER_TYPE_TO_CLASS))
             absent = f"is not installed: pip install {name}, or leave it out"
             what = absent if name in LOGGER_TYPE_TO_CLASS else f"is unknown; known are {known}"
             raise ConfigError(f"tracking.trackers: {name} {what}")
-
-
-def made_trackers(names: Sequence[str], directory: Path, writes: bool) -> list[str | GeneralTracker]:
-    """What accelerate takes as ``log_with``; ``writes``: whether this rank is the one that writes tables."""
-    return [_table(directory / TABLE, writes) if name == OWN else name for name in names]
-
-
-def log_images(trackers: Iterable[GeneralTracker], images: Mapping[str, Any], step: int) -> list[str]:
-    """Hand pictures to the trackers that take some; on one rank. Gives the names of those trackers.
-
-    ``images`` has by name an array of bytes (uint8), [pictures, height, width, 3].
-    """
-    told = []
-    for tracker in trackers:
-        if hasattr(tracker, "log_images"):
-            # TensorBoard has to be told which axis is which; the others take a list of pictures.
-            if tracker.name == "tensorboard":
-                tracker.log_images(dict(images), step=step, dataformats="NHWC")
-            else:
-                tracker.log_images({name: list(found) for name, found in images.items()}, step=step)
-            told.append(str(tracker.name))
-    return told
-
-
-def _table(path: Path, writes: bool) -> GeneralTracker:
-    from accelerate.tracking import GeneralTracker
-
-    class TableTracker(GeneralTracker):  # type: ignore[misc]  # accelerate is not typed
-        """Rows of a step, a key and a value: what is logged in one run need not have the same keys."""
-
-        name = OWN
-        requires_logging_directory = False
-
-        def __init__(self) -> None:
-            self.tracker = Table(path) if writes else None  # which the base class looks for
-            super().__init__()
-
-        def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
-            """Write a row for each value. Raises WriteError."""
-            if self.tracker is not None:
-                self.tracker.add(0 if step is None else step, values)
-
-        def finish(self) -> None:
-            """Nothing is open between two logs."""
-
-    return TableTracker()
-
-
-class Table:
-    """The file at ``path``. A resumed run replaces the rows of the steps that it does again."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._begun = False
-
-    def add(self, step: int, values: Mapping[str, object]) -> None:
-        """Append the values of a step. Raises WriteError."""
-        try:
-            # Not when it is made: only the first step that is logged tells from where on rows are made anew.
-            if not self._begun:
-                self._begin(step)
-            with self._path.open("a", encoding="utf-8", newline="") as file:
-                csv.writer(file, lineterminator="\n").writerows([step, *item] for item in values.items())
-        except OSError as error:
-            raise WriteError(f"{self._path}: the table cannot be written: {error.strerror}") from error
-
-    def _begin(self, step: int) -> None:
-        kept = []
-        if self._path.is_file():
-            with self._path.open(encoding="utf-8", newline="") as file:
-                kept = [row for row in csv.reader(file) if _is_before(row, step)]
-        with self._path.open("w", encoding="utf-8", newline="") as file:
-            csv.writer(file, lineterminator="\n").writerows([_COLUMNS, *kept])
-        self._begun = True
-
-
-def _is_before(row: Sequence[str], step: int) -> bool:
-    return len(row) == len(_COLUMNS) and row[0].isdigit() and int(row[0]) < step

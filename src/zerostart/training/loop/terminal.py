@@ -1,8 +1,6 @@
-"""Text for a person: at a terminal broken between words, elsewhere one line stays one line."""
+"""Text for a person."""
 
 from __future__ import annotations
-
-import textwrap
 
 from rich.console import Console
 
@@ -10,19 +8,8 @@ from zerostart.errors import printable
 
 
 def say(console: Console, text: str) -> None:
-    """Print ``text``, in which nothing is markup; what does not fit into a terminal goes on indented."""
-    lines = [printable(line) for line in text.splitlines()]
-    if console.is_terminal:
-        lines = [_broken(line, console.width) for line in lines]
-    console.print("\n".join(lines), markup=False, soft_wrap=True)
-
-
-def _broken(line: str, width: int) -> str:
-    indent = " " * (len(line) - len(line.lstrip()) + 2)
-    # A path or a name that is longer than a line stays whole: it is there to be copied.
-    return textwrap.fill(
-        line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-    )
+    """Print ``text``, in which nothing is markup, and no line is broken."""
+    console.print("\n".join(printable(line) for line in text.splitlines()), markup=False, soft_wrap=True)
 
 
 def duration(seconds: float) -> str:

@@ -16,38 +16,37 @@ from torch import nn
 
 from zerostart.errors import ConfigError, WriteError
 from zerostart.training.data.pictured import PicturedText
-from zerostart.training.loop.session import log_images
 from zerostart.training.samples.pipeline import Drawing, Prompt
 
 if TYPE_CHECKING:
-    from zerostart.training.config.configuration import TrainConfig
+    from zerostart.training.config.configuration import ModelConfig, SamplesConfig
     from zerostart.training.loop.failures import Failures
     from zerostart.training.loop.session import Session
     from zerostart.training.loop.task import Task
 
 #: In the output directory: what is drawn, a folder for each step.
 FOLDER = "samples"
-_PRECISIONS = {"bf16": "bfloat16", "fp16": "float16"}
 
 
-def open_drawing(config: TrainConfig) -> Drawing | None:
+def open_drawing(settings: SamplesConfig | None, model: ModelConfig, averaged: bool) -> Drawing | None:
     """How the samples of a run are drawn; None where none are asked for. No weight is read.
 
-    Raises :class:`ConfigError` for what cannot be drawn.
+    ``averaged``: the run has averaged weights. Raises :class:`ConfigError` for what cannot be drawn.
     """
-    settings = config.samples
     if settings is None:
         return None
-    if settings.with_ema and config.ema is None:
+    if settings.with_ema and not averaged:
         raise ConfigError(
             "samples.with_ema: the run has no averaged weights; add the section ema, or leave it out"
         )
-    drawing = Drawing(config.model.source, config.model.component or "transformer", settings)
+    drawing = Drawing(model.source, model.component or "transformer", settings)
     check_writers(drawing.videos)
     return drawing
 
 
-def open_sampler(config: TrainConfig, drawing: Drawing | None, task: Task, directory: Path) -> Sampler | None:
+def open_sampler(
+    drawing: Drawing | None, task: Task, dtype: torch.dtype, last_step: int, directory: Path
+) -> Sampler | None:
     """What draws the samples of the run in ``directory``, once their texts have been encoded with its data.
 
     None where there is no ``drawing``. Raises :class:`ConfigError` for a text that has not.
@@ -57,7 +56,7 @@ def open_sampler(config: TrainConfig, drawing: Drawing | None, task: Task, direc
     # A text in both is one entry of the cache; `dict.fromkeys` keeps the order, for errors.
     texts = [*drawing.texts, *drawing.negatives]
     embedded = {text: task.embedded(text) for text in dict.fromkeys(texts)}
-    return Sampler(config, drawing, embedded, directory)
+    return Sampler(drawing, embedded, dtype, last_step, directory)
 
 
 def batches_of(prompts: Sequence[Prompt], size: int) -> list[list[int]]:
@@ -74,12 +73,16 @@ class Sampler:
     """Draws the samples of a run with its model in training, and writes them down."""
 
     def __init__(
-        self, config: TrainConfig, drawing: Drawing, embedded: dict[str, Prompt], directory: Path
+        self,
+        drawing: Drawing,
+        embedded: dict[str, Prompt],
+        dtype: torch.dtype,
+        last_step: int,
+        directory: Path,
     ) -> None:
         """``embedded`` has what the encoders made of each prompt, and of what is guided away from."""
-        assert config.samples is not None
-        self._settings = config.samples
-        self._last = config.train.last_step
+        self._settings = drawing.settings
+        self._last = last_step
         self._folder = directory / FOLDER
         self._drawing = drawing
         # All prompts once, then all again: a sample keeps its number, and so its seed, when `count` is
@@ -89,7 +92,7 @@ class Sampler:
         self._pictures = [text.pictures if isinstance(text, PicturedText) else () for text in keys]
         self._prompts = [embedded[text] for text in keys]
         self._negatives = [embedded[text] for text in away]
-        self._dtype = getattr(torch, _PRECISIONS.get(config.precision, config.dtype))
+        self._dtype = dtype
 
     def due(self, step: int) -> bool:
         """Whether something is drawn after ``step`` steps."""
@@ -99,7 +102,7 @@ class Sampler:
     def take(self, session: Session, failures: Failures, step: int) -> Path:
         """Draw with the model as it is, write down and log what it drew; gives the folder; collective.
 
-        Raises what a rank fails with, on all; after a WriteError, the run may go on without these samples.
+        Raises what a rank fails with, on all.
         """
         folder = self._folder / f"step-{step:08d}"
         with failures.deferred():
@@ -161,10 +164,23 @@ class Sampler:
 
 
 def _log(trackers: Sequence[Any], folder: Path, step: int) -> None:
-    """Log the pictures that all ranks have written with the trackers that take some."""
-    pictures = read_pictures(folder) if trackers else None
-    if pictures is not None:
-        log_images(trackers, {"samples": pictures}, step)
+    """Hand the pictures that all ranks have written to the trackers that take some. Raises WriteError."""
+    from PIL import Image
+
+    takers = [tracker for tracker in trackers if hasattr(tracker, "log_images")]
+    files = [file for file in _drawn_files(folder) if file.suffix == ".png"]
+    if not (takers and files):
+        return
+    try:
+        pictures = np.stack([np.asarray(Image.open(file).convert("RGB")) for file in files])
+    except OSError as error:
+        raise WriteError(f"{folder}: a written sample cannot be read: {error}") from error
+    for tracker in takers:
+        # TensorBoard has to be told which axis is which; the others take a list of pictures.
+        if tracker.name == "tensorboard":
+            tracker.log_images({"samples": pictures}, step=step, dataformats="NHWC")
+        else:
+            tracker.log_images({"samples": list(pictures)}, step=step)
 
 
 @contextmanager
@@ -253,19 +269,10 @@ def write_drawn(path: Path, frames: torch.Tensor, fps: int) -> Path:
             _picture(found, rows[0])
         else:
             _video(found, rows, fps)
-    except _failures() as error:
-        with contextlib.suppress(OSError):  # a part of it is no sample, and takes the room of the next
-            found.unlink()
+    except OSError as error:  # PyAV's errors of files are of this class, too
+        found.unlink(missing_ok=True)  # a part of it is no sample, and takes the room of the next
         raise WriteError(f"{found}: the sample cannot be written: {error}") from error
     return found
-
-
-def _failures() -> tuple[type[Exception], ...]:
-    try:
-        from av.error import FFmpegError
-    except ImportError:
-        return (OSError,)
-    return (OSError, FFmpegError)
 
 
 def _picture(path: Path, rows: torch.Tensor) -> None:
@@ -299,31 +306,17 @@ def clear_drawn(folder: Path) -> None:
     Raises :class:`WriteError`.
     """
     try:
-        for file in drawn_files(folder):
+        for file in _drawn_files(folder):
             file.unlink()
+        if folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
     except OSError as error:
         raise WriteError(
             f"{folder}: the earlier samples in it cannot be removed: {error.strerror}"
         ) from error
-    with contextlib.suppress(OSError):  # others have put something there
-        folder.rmdir()
 
 
-def drawn_files(folder: Path) -> list[Path]:
+def _drawn_files(folder: Path) -> list[Path]:
     """What ``write_drawn`` has put into ``folder``, in the order of the samples' numbers. Raises OSError."""
     found = folder.iterdir() if folder.is_dir() else ()
     return sorted(file for file in found if _DRAWN.fullmatch(file.name) and not file.is_dir())
-
-
-def read_pictures(folder: Path) -> np.ndarray[Any, Any] | None:
-    """The pictures that were written into ``folder``, in their order: bytes, [N, H, W, 3]; None for none.
-
-    Raises :class:`WriteError` where one is not there any more.
-    """
-    from PIL import Image
-
-    files = [file for file in drawn_files(folder) if file.suffix == ".png"]
-    try:
-        return np.stack([np.asarray(Image.open(file).convert("RGB")) for file in files]) if files else None
-    except OSError as error:
-        raise WriteError(f"{folder}: a written sample cannot be read: {error}") from error

@@ -60,20 +60,27 @@ _REMEDY = "accelerate cannot prepare models in shards so: use deepspeed.initiali
 
 
 class AcceleratorPatches(RefCountedPatches):
-    """Ask ``sharded(model)`` if FSDP2 is ready, and ``partitioned(accelerator, model)`` to check ZeRO."""
+    """Ask ``sharded(model)`` if FSDP2 is ready, and ``partitioned(accelerator, model)`` to check ZeRO.
+
+    ``stepped`` is called with each optimizer of shards.
+    """
 
     def __init__(
-        self, sharded: Callable[[nn.Module], bool], partitioned: Callable[[Accelerator, nn.Module], None]
+        self,
+        sharded: Callable[[nn.Module], bool],
+        partitioned: Callable[[Accelerator, nn.Module], None],
+        stepped: Callable[[Any], None] = lambda optimizer: None,
     ) -> None:
         super().__init__(self._enter)
         self._sharded = sharded
         self._partitioned = partitioned
+        self._stepped = stepped
 
     def _enter(self, stack: ExitStack) -> None:
         require()
         replacements = {
             _PREPARE_FSDP2: (self._fsdp2_prepare_model,),
-            _PREPARE: (_prepares_fsdp2, self._prepare_tp, self._prepare_deepspeed),
+            _PREPARE: (self._prepare_fsdp2, self._prepare_tp, self._prepare_deepspeed),
             _BACKEND: (_has_a_backend_everywhere,),
             _STATE: (_knows_fsdp2_everywhere,),
             _ARGUMENTS: (_remembers_fsdp,),
@@ -97,6 +104,19 @@ class AcceleratorPatches(RefCountedPatches):
 
         return fsdp2_prepare_model
 
+    def _prepare_fsdp2(self, original: Function) -> Function:
+        keeping = _keeps_parameters(original)
+
+        def prepare_fsdp2(accelerator: Accelerator, *args: object) -> Any:
+            for item in args:
+                if isinstance(item, nn.Module):
+                    _name_sharded_classes(accelerator.state.fsdp_plugin, item)
+                elif hasattr(item, "param_groups"):
+                    self._stepped(item)
+            return keeping(accelerator, *args)
+
+        return prepare_fsdp2
+
     def _prepare_tp(self, original: Function) -> Function:
         def prepare_tp(accelerator: Accelerator, *args: Any) -> Any:
             models = [item for item in args if isinstance(item, nn.Module)]
@@ -111,6 +131,8 @@ class AcceleratorPatches(RefCountedPatches):
             for item in args:
                 if isinstance(item, nn.Module):
                     self._partitioned(accelerator, item)
+                elif hasattr(item, "param_groups") and accelerator.state.deepspeed_plugin.zero_stage:
+                    self._stepped(item)
             return original(accelerator, *args)
 
         return prepare_deepspeed
@@ -134,18 +156,6 @@ def _keeps_parameters(original: Function) -> Function:
                 pairs = zip(sharded, group["params"], strict=True)
                 group["params"] = [new if old is None or id(old) not in stays else old for old, new in pairs]
         return result
-
-    return prepare_fsdp2
-
-
-def _prepares_fsdp2(original: Function) -> Function:
-    keeping = _keeps_parameters(original)
-
-    def prepare_fsdp2(accelerator: Accelerator, *args: object) -> Any:
-        for item in args:
-            if isinstance(item, nn.Module):
-                _name_sharded_classes(accelerator.state.fsdp_plugin, item)
-        return keeping(accelerator, *args)
 
     return prepare_fsdp2
 
