@@ -112,7 +112,7 @@ def load(
         zero_stage: 3 shards parameters. At 1 and 2 on DeepSpeed, and at 0, they are whole on every rank:
             views into a flat buffer, which DeepSpeed's optimizer takes as its own, in the dtype to which
             DeepSpeed casts them; 0 on FSDP2 is for DistributedDataParallel. At 1 and 2 FSDP2 shards them at
-            rest, and gathers them less often. See ``docs/zero12.md``.
+            rest, and gathers them less often. See ``docs/placements.md``.
         engine_config: a mapping, or the path of a JSON file that holds it. For DeepSpeed its configuration;
             for FSDP2 keyword arguments of ``fully_shard`` (``mesh``, ``reshard_after_forward``,
             ``shard_placement_fn``, ``mp_policy``, ``offload_policy``), ``replicate``, the number of replicas

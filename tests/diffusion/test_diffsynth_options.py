@@ -13,7 +13,7 @@ from tests.diffusion.oracle import BESIDE
 from zerostart.training.config.configuration import TrainConfig
 from zerostart.training.loop.task import task_class
 
-PAGE = Path(__file__).parents[2] / "docs" / "diffsynth-options.md"
+PAGE = Path(__file__).parents[2] / "docs" / "generated" / "diffsynth-options.md"
 #: Keys by the flag without its dashes.
 ROWS = {
     flag: re.findall(r"`([\w.]+)`", keys)

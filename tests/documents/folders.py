@@ -4,8 +4,6 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch
-
 from tests.tiny import TinyCheckpoints
 
 
@@ -14,8 +12,7 @@ def make_folders(root: Path, models: Mapping[str, str], checkpoints: TinyCheckpo
 
     a tiny checkpoint by its name in ``tests/tiny.py`` (``text:NAME`` with a tokenizer of characters);
     ``pipeline:FAMILY``, a diffusers pipeline of ``tests/integrations/pipelines/tiny_pipelines.py``;
-    ``releases:FAMILY``, a folder with such a pipeline and an original release's file; or ``pictures:ROWS``,
-    photographs and a table.
+    or ``pictures:ROWS``, photographs and a table.
     """
     for name, kind in models.items():
         path = root / name
@@ -23,8 +20,6 @@ def make_folders(root: Path, models: Mapping[str, str], checkpoints: TinyCheckpo
         what, _, key = kind.rpartition(":")
         if what == "pipeline":
             _pipeline(key, path)
-        elif what == "releases":
-            _releases(key, path)
         elif what == "pictures":
             _pictures(path, int(key))
         else:
@@ -50,16 +45,6 @@ def _pipeline(key: str, path: Path) -> None:
     from tests.integrations.pipelines.tiny_pipelines import make_pipeline
 
     make_pipeline(key, path)
-
-
-def _releases(key: str, path: Path) -> None:
-    from tests.conformance.diffusion_suite import family, write_original
-
-    path.mkdir()
-    _pipeline(key, path / "Wan2.1-Diffusers")
-    write_original(family(key), path / "original", torch.float32)
-    (path / "original" / "release.safetensors").rename(path / "wan2.1.safetensors")
-    (path / "original" / "config.json").rename(path / "config.json")
 
 
 def _pictures(path: Path, rows: int) -> None:

@@ -168,19 +168,17 @@ def _trainer() -> Names:
 
 MODEL = {"path/or/hub-id": "qwen3_moe_aligned"}
 SCENES = (
-    Scene("README.md", "WanTransformer3DModel", {"path": "releases:wan"}, _common),
-    Scene("README.md", "", {**MODEL, "path/to/checkpoint": "qwen3"}, _common, slow=False),
+    Scene("README.md", "", MODEL, _common, slow=False),
     Scene("docs/index.md", "", {"path/to/checkpoint": "qwen3"}, _common, slow=False),
     Scene("docs/adoption.md", "TrainingArguments(", {"path/or/hub-id": "qwen3"}, _trainer),
     Scene("docs/adoption.md", "", {"path/mixture": "qwen3_moe_aligned"}, _edited, slow=False),
     Scene("docs/converters.md", given=_stored, slow=False),
     Scene("docs/flow-matching.md", given=_common, slow=False),
+    Scene("docs/placements.md", "is_last", {"path/or/hub-id": "qwen3"}, _accumulated, slow=False),
     Scene("docs/placements.md", "nvme", {"path/or/hub-id": "qwen3_wide"}, _common),
     Scene("docs/placements.md", "", MODEL, _common, slow=False),
     Scene("docs/preemption.md", "", {"path/or/hub-id": "qwen3"}, _trained, slow=False),
     Scene("docs/resuming.md", "", {"path/or/hub-id": "qwen3"}, _trained, slow=False),
     Scene("docs/starting.md", "", {"path/or/hub-id": "qwen3", "path/encoder": "qwen3"}, _started, slow=False),
     Scene("docs/verify.md", "", {"path/or/hub-id": "qwen3"}, _saved, slow=False),
-    Scene("docs/zero12.md", "is_last", {"path/or/hub-id": "qwen3"}, _accumulated, slow=False),
-    Scene("docs/zero12.md", "", {"path/or/hub-id": "qwen3"}, _common, slow=False),
 )

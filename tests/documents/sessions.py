@@ -111,9 +111,8 @@ NODES = (REPOSITORY / "examples" / "roles" / "nodes.py").read_text(encoding="utf
 SESSIONS = (
     Session(
         "README.md",
-        CHECKPOINT,
-        {"CONFIG.yaml": TRAIN, "SCRIPT.py": LOAD, "zero3.yaml": ZERO_THREE},
-        SAVED,
+        {"CHECKPOINT": "text:qwen3"},
+        {"train.py": LOAD, "zero3.yaml": ZERO_THREE, "ds_zero3.json": "{}"},
     ),
     Session(
         "docs/adoption.md",
@@ -127,7 +126,7 @@ SESSIONS = (
         python=True,
     ),
     Session(
-        "docs/configuring.md",
+        "docs/flow-matching.md",
         CHECKPOINT,
         {"run.yaml": TRAIN, "run.accelerate.yaml": ZERO_THREE},
     ),
@@ -139,7 +138,6 @@ SESSIONS = (
     Session(
         "docs/quickstart.md", QWEN, {"script.py": LOAD.replace("CHECKPOINT", "Qwen/Qwen3-0.6B")}, python=True
     ),
-    Session("docs/tutorials/language-model.md", QWEN, python=True),
     Session("docs/tutorials/experts.md", MIXTURE, python=True),
     Session("docs/tutorials/existing-script.md", QWEN, python=True),
     Session(

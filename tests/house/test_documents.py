@@ -49,25 +49,6 @@ def test_files_that_are_named_are_there() -> None:
     assert found == []
 
 
-def test_links_of_the_readme_work_where_it_is_read_apart_from_the_repository() -> None:
-    """On the package index a relative link leads nowhere; and what an absolute one names is in the tree."""
-    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text("utf-8"))["project"]
-    base = project["urls"]["Repository"]
-    raw = base.replace("github.com", "raw.githubusercontent.com")
-    text = (REPOSITORY / "README.md").read_text("utf-8")
-    links = re.findall(r"\]\(([^)]+)\)", text)
-    assert [link for link in links if not link.startswith("https://")] == []
-    named = [
-        link.removeprefix(f"{start}/main/").partition("#")[0]
-        for start in (f"{base}/blob", raw)
-        for link in links
-        if link.startswith(f"{start}/main/")
-    ]
-    assert len(named) > 20
-    assert [path for path in named if not (REPOSITORY / path).exists()] == []
-    assert text.count("\n") < 150
-
-
 def test_links_of_what_is_not_on_the_site_lead_somewhere() -> None:
     """Files and headings, by relative links and by those into the repository; the site checks its own."""
     base = tomllib.loads((REPOSITORY / "pyproject.toml").read_text("utf-8"))["project"]["urls"]["Repository"]

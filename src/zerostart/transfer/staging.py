@@ -2,7 +2,7 @@
 
 On the host a thread has one buffer. With an accelerator it has two, page-locked: one is filled from storage
 while the other is copied to the device, on a stream of the thread's own, and cast there. Tested on one H200
-and on the pretend accelerator (docs/configuring.md).
+and on the pretend accelerator (docs/status.md).
 """
 
 from __future__ import annotations

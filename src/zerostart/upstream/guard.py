@@ -1,4 +1,4 @@
-"""Check the parts of other libraries that zerostart depends on; see ``docs/upstream.md``."""
+"""Check the parts of other libraries that zerostart depends on; see ``docs/generated/upstream.md``."""
 
 from __future__ import annotations
 
