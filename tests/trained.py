@@ -17,22 +17,22 @@ SIZES = {
 }
 
 
-def config(tied: bool = True) -> Any:
+def config() -> Any:
     from transformers import AutoConfig
 
-    return AutoConfig.for_model("qwen3", tie_word_embeddings=tied, **SIZES)
+    return AutoConfig.for_model("qwen3", tie_word_embeddings=True, **SIZES)
 
 
-def build(tied: bool = True) -> Any:
+def build() -> Any:
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config(tied))
+    model = AutoModelForCausalLM.from_config(config())
     model.register_buffer("steps_seen", torch.arange(3.0))
     return model
 
 
-def write_deepspeed(out: str, stage: int, bf16: bool, frozen: bool, tied: bool) -> None:
+def write_deepspeed(out: str, stage: int, bf16: bool, frozen: bool) -> None:
     """Train two steps with stock DeepSpeed, two parameter groups, and save."""
     import deepspeed
 
@@ -43,7 +43,7 @@ def write_deepspeed(out: str, stage: int, bf16: bool, frozen: bool, tied: bool) 
         "bf16": {"enabled": bf16},
     }
     with deepspeed.zero.Init(config_dict_or_path=settings) if stage == 3 else contextlib.nullcontext():
-        model = build(tied)
+        model = build()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not (frozen and "mlp" in name))
     trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
@@ -59,22 +59,17 @@ def write_deepspeed(out: str, stage: int, bf16: bool, frozen: bool, tied: bool) 
         engine.step()
     engine.save_checkpoint(out)
     if dist.get_rank() == 0:
-        config(tied).save_pretrained(out)
+        config().save_pretrained(out)
 
 
-def write_dcp(out: str, wrapped: bool, extra: bool = True) -> dict[str, torch.Tensor] | None:
-    """Shard by FSDP2, save by torch's own, and give the whole state dict on rank 0.
-
-    ``extra`` keeps the buffer that the class of the model has not.
-    """
+def write_dcp(out: str, wrapped: bool) -> dict[str, torch.Tensor] | None:
+    """Shard by FSDP2, save by torch's own, and give the whole state dict on rank 0."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     model = build()
-    if not extra:
-        del model.steps_seen
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)

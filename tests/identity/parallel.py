@@ -137,7 +137,7 @@ class Training:
             self.engine.backward(loss)
         else:
             part.backward()
-        if last and not trace.gradients:
+        if last and not trace.gradients and self.layout.settings != "in turn":
             trace.gradients = (
                 gradients(self.model, self.layout.experts)
                 if deepspeed

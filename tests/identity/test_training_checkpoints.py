@@ -50,7 +50,7 @@ def test_a_zero_checkpoint_is_what_zero_to_fp32_reads(
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     out = str(tmp_path / "run")
-    run_ranks(write_deepspeed, world, out, stage, bf16, frozen, True)
+    run_ranks(write_deepspeed, world, out, stage, bf16, frozen)
     expected = get_fp32_state_dict_from_zero_checkpoint(out, lazy_mode=False)
     if stage == 1 and frozen:  # which it does not give
         states = torch.load(Path(out) / "global_step2" / "mp_rank_00_model_states.pt", weights_only=False)
@@ -62,7 +62,7 @@ def test_a_zero_checkpoint_is_what_zero_to_fp32_reads(
 @pytest.mark.slow
 def test_a_rank_reads_its_share_of_a_zero_checkpoint_alone(tmp_path: Path) -> None:
     out = str(tmp_path / "run")
-    run_ranks(write_deepspeed, 2, out, 3, True, False, True)
+    run_ranks(write_deepspeed, 2, out, 3, True, False)
     catalog = open_catalog(out)
     assert catalog.assembled is not None
     stored = {name: entry.nbytes for name, entry in catalog.tensors.items()}
@@ -93,14 +93,14 @@ def test_the_folders_of_accelerate_are_found(tmp_path: Path) -> None:
     """``save_state`` leaves FSDP2's weights in ``pytorch_model_fsdp_0``, DeepSpeed's in ``pytorch_model``."""
     expected = run_ranks(write_dcp, 2, str(tmp_path / "a" / "pytorch_model_fsdp_0"), False)[0]
     assert_equal(run_ranks(load_whole, 1, str(tmp_path / "a"), "fsdp2", 3)[0], expected)
-    run_ranks(write_deepspeed, 2, str(tmp_path / "b" / "pytorch_model"), 2, True, False, True)
+    run_ranks(write_deepspeed, 2, str(tmp_path / "b" / "pytorch_model"), 2, True, False)
     assert open_catalog(tmp_path / "b").root == str(tmp_path / "b" / "pytorch_model")
 
 
 @pytest.mark.slow
 def test_a_file_that_is_missing_is_one_error(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    run_ranks(write_deepspeed, 3, str(out), 3, True, False, True)
+    run_ranks(write_deepspeed, 3, str(out), 3, True, False)
     tag = out / (out / "latest").read_text()
     last = next(tag.glob("*zero_pp_rank_2_*_optim_states.pt"))
     last.unlink()
@@ -121,7 +121,7 @@ class _Code:
 def test_no_code_in_a_training_checkpoint_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     out = tmp_path / "run"
-    run_ranks(write_deepspeed, 1, str(out), 2, False, False, True)
+    run_ranks(write_deepspeed, 1, str(out), 2, False, False)
     states = next((out / (out / "latest").read_text()).glob("mp_rank_00_model_states.pt"))
     value = torch.load(states, weights_only=False)
     value["client"] = _Code()

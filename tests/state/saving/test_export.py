@@ -28,7 +28,7 @@ def test_a_zero_3_checkpoint_opens_in_plain_transformers(tmp_path: Path) -> None
     from transformers import AutoModelForCausalLM
 
     source, out = str(tmp_path / "run"), tmp_path / "out"
-    run_ranks(write_deepspeed, 2, source, 3, True, True, True)
+    run_ranks(write_deepspeed, 2, source, 3, True, True)
     assert run(source, str(out), "--dtype", "bfloat16") == 0
     expected = get_fp32_state_dict_from_zero_checkpoint(source, lazy_mode=False)
     model = AutoModelForCausalLM.from_pretrained(out)
