@@ -9,8 +9,8 @@ from PIL import Image
 from tests.diffusion.oracle import import_diffsynth, needs_diffsynth
 from tests.ranks import run_ranks
 from tests.training.data.media_files import frame_numbers, numbered_frames, write_animation, write_video
-from zerostart.training.data.decoding import fitted, target_size
 from zerostart.training.data.items import MediaItems
+from zerostart.training.data.media import fitted, target_size
 from zerostart.training.data.media_config import MediaConfig
 
 

@@ -1,6 +1,7 @@
 """Real pictures that scikit-learn ships, and videos whose frames are known by their colour."""
 
 import importlib.util
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -22,16 +23,21 @@ def frame_numbers(video):
     return [int(value) // 2 for value in video[0, :, 0, 0]]
 
 
-def write_video(path, frames, rate=24, codec="ffv1", pixels="bgr0"):
-    """Without loss in a .mkv by default."""
+def write_video(path, frames, rate=24, codec="ffv1", pixels="bgr0", times=None):
+    """Without loss in a .mkv by default; ``times`` are those of the frames, in milliseconds."""
     import av
 
     with av.open(str(path), "w") as container:
         stream = container.add_stream(codec, rate=rate)
         stream.height, stream.width = frames[0].shape[:2]
         stream.pix_fmt = pixels
-        for frame in frames:
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        if times is not None:
+            stream.codec_context.time_base = Fraction(1, 1000)
+        for number, frame in enumerate(frames):
+            shown = av.VideoFrame.from_ndarray(frame, format="rgb24")
+            if times is not None:
+                shown.pts, shown.time_base = times[number], Fraction(1, 1000)
+            container.mux(stream.encode(shown))
         container.mux(stream.encode())
     return path
 

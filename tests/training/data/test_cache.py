@@ -1,6 +1,6 @@
 """The cache of encoded media: the same bytes on any number of ranks, what diffusers gives, never stale."""
 
-import errno
+import csv
 import hashlib
 import json
 import os
@@ -18,21 +18,25 @@ from torch.utils.data import DataLoader
 
 import zerostart
 from tests.ranks import rank_outcomes, run_ranks
-from tests.training.data.encoded import PROMPTS, bytes_of, configured, make, write_media
+from tests.training.data.encoded import PROMPTS, bytes_of, configured, make, picture, write_media
 from tests.training.loop.held_locks import lock_held
 from zerostart.distributed.world import current_world
-from zerostart.errors import CheckpointNotFoundError, ConfigError, ReadError, WriteError
+from zerostart.errors import CheckpointError, ConfigError, ReadError, WriteError
 from zerostart.training.config.load import parse_config
+from zerostart.training.data import cache
 from zerostart.training.data.cache import ensure_cache
-from zerostart.training.data.cache_files import publish_prompts
 from zerostart.training.data.cached import CachedItems
 
 SIZES = [(16, 16), (16, 32), (16, 16), (32, 16), (16, 32), (16, 16), (16, 16)]
 
 
+def opened(values: dict[str, Any]) -> CachedItems:
+    return ensure_cache(parse_config(values), current_world())
+
+
 def cached(values: dict[str, Any]) -> str:
     """Make or open the cache that a configuration names; the digest of its items."""
-    return ensure_cache(parse_config(values), current_world()).digest()
+    return opened(values).digest()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -56,26 +60,60 @@ def media(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def made(pipeline: Path, media: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A cache that one rank has made, in three files."""
-    values = configured(pipeline, media, tmp_path_factory.mktemp("one"), prompts=["a cat"], file_size=12_000)
+    """A cache that one rank has made."""
+    values = configured(pipeline, media, tmp_path_factory.mktemp("one"), prompts=["a cat"])
     cached(values)
     return values
 
 
 @pytest.fixture
-def place(made: dict[str, Any], tmp_path: Path) -> Path:
-    """A copy of that cache, to do something to."""
+def own(made: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
+    """A copy of a cache and of its media, to do something to."""
+    shutil.copytree(Path(made["media"]["source"]).parent, tmp_path / "media")
     shutil.copytree(Path(made["output"]["directory"]) / "cache", tmp_path / "cache")
-    return tmp_path / "cache"
+    return {
+        **made,
+        "media": {**made["media"], "source": str(tmp_path / "media" / "metadata.csv")},
+        "cache": {**made["cache"], "directory": str(tmp_path / "cache")},
+    }
+
+
+def table(values: dict[str, Any]) -> list[list[str]]:
+    with Path(values["media"]["source"]).open(newline="") as lines:
+        return list(csv.reader(lines))
+
+
+def rewrite(values: dict[str, Any], rows: list[list[str]]) -> None:
+    with Path(values["media"]["source"]).open("w", newline="") as lines:
+        csv.writer(lines).writerows(rows)
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def encoded_rows(values: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> int:
+    """How many items are encoded when the cache is opened."""
+    from zerostart.training.diffusion import z_image
+
+    count, encode = [], z_image.ZImageEncoder.encode
+
+    def counted(self: Any, example: Any, generator: Any) -> Any:
+        count.append(1)
+        return encode(self, example, generator)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(z_image.ZImageEncoder, "encode", counted)
+        cached(values)
+    return len(count)
 
 
 def test_two_ranks_make_the_same_bytes(made: dict[str, Any], tmp_path: Path) -> None:
     values = {**made, "output": {"directory": str(tmp_path)}}
     first, second = run_ranks(cached, 2, values)
     one = Path(made["output"]["directory"]) / "cache"
-    assert first == second == CachedItems(one).digest()
+    assert first == second == cached(made)
     assert bytes_of(tmp_path / "cache") == bytes_of(one)
-    assert len([name for name in bytes_of(one) if name.startswith("items-")]) > 1
     assert [entry.name for entry in tmp_path.iterdir()] == ["cache"]
     zerostart.verify(one)
 
@@ -126,49 +164,44 @@ def test_where_encoders_lie_and_what_they_compute_in(
         assert torch.equal(item["prompt_embeds"], embeds)
 
 
-def test_reading(made: dict[str, Any], place: Path) -> None:
-    """By workers, by copies, several times over; items of one shape share a key."""
-    items = CachedItems(place)
-    assert items.digest() == CachedItems(made["output"]["directory"] + "/cache").digest()
+def test_items_are_read_by_workers_and_share_keys_of_shapes(own: dict[str, Any]) -> None:
+    items = opened({**own, "media": {**own["media"], "repeats": 2}})
+    assert len(items) == 2 * len(SIZES)
     loader = DataLoader(pickle.loads(pickle.dumps(items)), batch_size=None, num_workers=1)
     for one, other in zip(items, loader, strict=True):
-        assert one.keys() == other.keys()
-        assert all(torch.equal(one[name], other[name]) for name in one)
-    keys = items.shapes()
-    groups = {size: {keys[n] for n, one in enumerate(SIZES) if one == size} for size in set(SIZES)}
-    assert all(len(found) == 1 for found in groups.values())
-    assert len(set(keys)) == len(groups)
-    twice = CachedItems(place, repeats=2)
-    assert (len(twice), twice.shapes()) == (2 * len(items), [*keys, *keys])
-    assert torch.equal(twice[len(items) + 1]["latents"], items[1]["latents"])
-    assert twice.digest() != items.digest()
+        assert same(one, other)
+    shapes = items.shapes()
+    for number, size in enumerate(SIZES * 2):
+        assert [other for other, key in enumerate(shapes) if key == shapes[number]] == [
+            other for other, its in enumerate(SIZES * 2) if its == size
+        ]
     with pytest.raises(IndexError):
-        items[len(items)]
-    with pytest.raises(CheckpointNotFoundError, match="there is no cache here; make it with zerostart cache"):
-        CachedItems(place.parent)
+        items[2 * len(SIZES)]
 
 
-opened: list[str] | None = None
+#: Files that this process opens while they are listened for.
+heard: list[str] | None = None
 
 
 def listen(event: str, arguments: tuple[Any, ...]) -> None:
-    if opened is not None and event == "open" and isinstance(arguments[0], (str, bytes)):
-        opened.append(os.fsdecode(arguments[0]))
+    if event == "open" and heard is not None:
+        heard.append(str(arguments[0]))
 
 
 def trained(values: dict[str, Any]) -> list[str]:
     """The files that a run opens in this rank's own process."""
-    global opened
+    global heard
     from zerostart.training.loop.runner import train
 
     sys.addaudithook(listen)  # for the life of this process
-    opened = []
+    heard = []
     assert train(parse_config(values)).steps == 2
-    return opened
+    return heard
 
 
 @pytest.mark.slow
-def test_a_run_opens_no_file_of_an_encoder(made: dict[str, Any], pipeline: Path, tmp_path: Path) -> None:
+def test_a_run_opens_no_weights_of_an_encoder(made: dict[str, Any], pipeline: Path, tmp_path: Path) -> None:
+    """Their files are looked at for the fingerprint, and no picture is opened."""
     values = {
         **made,
         "task": {"name": "flow-matching"},
@@ -177,9 +210,8 @@ def test_a_run_opens_no_file_of_an_encoder(made: dict[str, Any], pipeline: Path,
         "cache": {**made["cache"], "directory": made["output"]["directory"] + "/cache"},
     }
     (found,) = run_ranks(trained, 1, values)
-    read = {Path(name).relative_to(pipeline).parts[0] for name in found if name.startswith(f"{pipeline}/")}
-    assert read == {"model_index.json", "transformer"}
-    assert any("items-00000" in name for name in found)
+    assert not [name for name in found if name.endswith(".png")]
+    assert any("/cache/item-" in name for name in found)
 
 
 def refused(values: dict[str, Any]) -> str:
@@ -189,128 +221,102 @@ def refused(values: dict[str, Any]) -> str:
     return str(told.value)
 
 
-def test_a_stale_cache_is_refused_by_what_differs(
-    made: dict[str, Any], place: Path, pipeline: Path, tmp_path: Path
+def test_a_cache_of_other_settings_or_encoders_is_refused_by_what_differs(
+    own: dict[str, Any], pipeline: Path, tmp_path: Path
 ) -> None:
-    values = {**made, "cache": {**made["cache"], "directory": str(place)}}
-    digest = cached(values)
-    with_settings = {**values, "cache": {**values["cache"], "posterior": "mode", "dtype": "bfloat16"}}
+    digest = cached(own)
+    with_settings = {**own, "cache": {**own["cache"], "posterior": "mode", "dtype": "bfloat16"}}
     text = refused(with_settings)
-    assert "cache.dtype was None and is bfloat16; cache.posterior was sample and is mode" in text
+    assert "cache.dtype was None and is bfloat16" in text
+    assert "cache.posterior was sample and is mode" in text
     assert "Remove it to have it made again" in text
-    placed = {"placement": "offload", "file_size": "1MB"}  # on which no number depends
-    assert cached({**values, "cache": {**values["cache"], **placed}}) == digest
-
-    folder = tmp_path / "media"
-    shutil.copytree(Path(made["media"]["source"]).parent, folder)
-    moved = {**values, "media": {**made["media"], "source": str(folder / "metadata.csv"), "repeats": 2}}
-    assert len(ensure_cache(parse_config(moved), current_world())) == 2 * len(SIZES)
-    other_sizes = {**moved, "media": {**moved["media"], "height": 16, "width": 16}}
-    assert f"from other data than media gives ({len(SIZES)} items, of other contents or sizes)" in refused(
-        other_sizes
-    )
-    first = ensure_cache(parse_config({**moved, "media": {**moved["media"], "items": 2}}), current_world())
-    assert (len(first), len(CachedItems(place))) == (2 * 2, len(SIZES))  # the others stay, for who takes all
+    placed = {**own["cache"], "placement": "offload"}  # on which no number depends
+    assert cached({**own, "cache": placed}) == digest
 
     copied = tmp_path / "pipeline"
     shutil.copytree(pipeline, copied)
-    other = {**values, "model": {"source": str(copied)}}
+    other = {**own, "model": {"source": str(copied)}}
     assert cached(other) == digest
     weights = copied / "text_encoder" / "model.safetensors"
     changed = bytearray(weights.read_bytes())
     changed[-1] ^= 1
     weights.write_bytes(changed)
-    assert "other encoders (text_encoder/model.safetensors has other contents" in refused(other)
+    size = len(changed)
+    assert f"text_encoder/model.safetensors was {size} bytes, " in refused(other)
+    texts = {**other, "cache": {**own["cache"], "prompts": ["the sea"]}}
+    assert "text_encoder/model.safetensors was" in refused(texts)
     changed[-1] ^= 1
     weights.write_bytes(changed)
     assert cached(other) == digest  # whenever it was written
     index = json.loads((copied / "model_index.json").read_text())
     (copied / "model_index.json").write_text(json.dumps({**index, "is_distilled": True}))
-    assert "other encoders (is_distilled of the pipeline was None and is True)" in refused(other)
+    assert "is_distilled of the pipeline was None and is True" in refused(other)
     (copied / "model_index.json").write_text(json.dumps(index))
-    (copied / "tokenizer" / "tokenizer.json").write_text("{}")
-    assert "with other encoders (tokenizer/tokenizer.json had" in refused(other)
-    shutil.rmtree(copied / "text_encoder")
-    shutil.rmtree(copied / "tokenizer")
+    shutil.rmtree(copied)
+    shutil.copytree(pipeline / "transformer", copied / "transformer")
     assert cached(other) == digest  # it does without the encoders
-    assert cached({**other, "media": None}) == digest  # and without the media
 
 
-def test_texts_are_added_and_the_items_stay(made: dict[str, Any], place: Path) -> None:
-    before, digest = bytes_of(place), CachedItems(place).digest()
-    texts = {**made["cache"], "directory": str(place), "prompts": ["the sea"]}
-    items = ensure_cache(parse_config({**made, "cache": texts}), current_world())
+def test_a_cache_follows_its_media(own: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows in another order, one gone, one new, one of another picture; the rest is not encoded again."""
+    place, folder = own["cache"]["directory"], Path(own["media"]["source"]).parent
+    before = list(opened(own))
+    header, *rows = table(own)
+    picture(16, 16, 999).save(folder / "new.png")
+    picture(16, 32, 998).save(folder / rows[1][header.index("image")])
+    prompt = rows[0][header.index("prompt")]
+    new = [{"prompt": prompt, "image": "new.png"}[name] for name in header]
+    kept = [*rows[:3], *rows[4:]]
+    rewrite(own, [header, new, *reversed(kept)])
+    assert encoded_rows(own, monkeypatch) == 2
+    after = list(opened(own))
+    assert len(after) == len(SIZES)
+    expected = [number for number in reversed(range(len(SIZES))) if number != 3]
+    for at, number in enumerate(expected, start=1):
+        assert same(after[at], before[number]) == (number != 1)
+    zerostart.verify(place)
+    # A part of the rows, and all of the first table again: nothing has gone from the cache.
+    part = {**own, "media": {**own["media"], "items": 2, "repeats": 2}}
+    assert all(map(same, opened(part), [*after[:2], *after[:2]]))
+    rewrite(own, [header, *rows])
+    assert encoded_rows(own, monkeypatch) == 0
+    assert same(opened(own)[3], before[3])
+    # Another size is another item.
+    sized = {**own, "media": {**own["media"], "height": 16, "width": 16}}
+    assert {tuple(item["latents"].shape[1:]) for item in opened(sized)} == {(4, 4)}
+    os.utime(folder / "new.png")
+    assert encoded_rows(own, monkeypatch) == 0
+    os.utime(folder / "image-0.png")
+    assert encoded_rows(own, monkeypatch) == 1
+
+
+def test_equal_rows_are_items_of_their_own(own: dict[str, Any]) -> None:
+    header, *rows = table(own)
+    rewrite(own, [header, rows[0], rows[0]])
+    first, second = opened(own)
+    assert torch.equal(first["prompt_embeds"], second["prompt_embeds"])
+    assert not torch.equal(first["latents"], second["latents"])
+
+
+def test_texts_are_added_and_the_items_stay(own: dict[str, Any]) -> None:
+    place = Path(own["cache"]["directory"])
+    before, digest = bytes_of(place), cached(own)
+    items = opened({**own, "cache": {**own["cache"], "prompts": ["the sea"]}})
     assert items.texts == ("", "a cat", "the sea")
     assert items.prompt("the sea").keys() == {"prompt_embeds"}
     assert items.digest() == digest
     after = bytes_of(place)
-    assert {name for name in after if after[name] != before[name]} == {
-        "prompts.safetensors",
-        "zerostart.json",
-    }
+    assert len(after.keys() - before.keys()) == 1
+    assert {name for name in before if after[name] != before[name]} == {"zerostart.json"}
     zerostart.verify(place)
-
-
-def test_texts_that_two_runs_add_are_not_mixed_up(place: Path) -> None:
-    texts = {text: {"prompt_embeds": torch.full((2, 3), i)} for i, text in enumerate(("one", "two"))}
-    publish_prompts(place, {"one": texts["one"]}, current_world())
-    first = CachedItems(place)
-    publish_prompts(place, {"two": texts["two"]}, current_world())
-    second = CachedItems(place)
-    assert second.texts == ("", "a cat", "one", "two")
-    for items in (first, second):
-        assert torch.equal(items.prompt("one")["prompt_embeds"], texts["one"]["prompt_embeds"])
-    assert torch.equal(second.prompt("two")["prompt_embeds"], texts["two"]["prompt_embeds"])
-    file = place / "prompts.safetensors"
-    data = file.read_bytes()
-    file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    with pytest.raises(
-        ReadError, match=r"prompts\.safetensors: the embeddings of the text .* have other contents"
-    ):
-        [second.prompt(text) for text in second.texts]
-    assert [entry.name for entry in place.parent.iterdir()] == ["cache"]
-
-
-def test_texts_are_added_by_the_encoders_of_the_items(
-    made: dict[str, Any], place: Path, pipeline: Path, tmp_path: Path
-) -> None:
-    copied = tmp_path / "pipeline"
-    shutil.copytree(pipeline, copied)
-    weights = copied / "text_encoder" / "model.safetensors"
-    changed = bytearray(weights.read_bytes())
-    changed[-1] ^= 1
-    weights.write_bytes(changed)
-    texts = {**made["cache"], "directory": str(place), "prompts": ["the sea"]}
-    values = {**made, "model": {"source": str(copied)}, "cache": texts}
-    assert r"text_encoder/model.safetensors has other contents" in refused(values)
-    assert CachedItems(place).texts == ("", "a cat")
-
-
-def test_a_cache_is_made_on_another_file_system(
-    made: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def elsewhere(*_: Any, **__: Any) -> None:
-        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
-
-    (tmp_path / "disk").mkdir()
-    (tmp_path / "cache").symlink_to(tmp_path / "disk" / "cache")
-    monkeypatch.setattr(os, "link", elsewhere)
-    cached({**made, "output": {"directory": str(tmp_path)}})
-    one = Path(made["output"]["directory"]) / "cache"
-    assert bytes_of(tmp_path / "disk" / "cache") == bytes_of(one)
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["cache", "disk"]
-    assert [entry.name for entry in (tmp_path / "disk").iterdir()] == ["cache"]
 
 
 @pytest.mark.slow
 def test_two_processes_do_not_make_one_cache(made: dict[str, Any], tmp_path: Path) -> None:
-    draft = tmp_path / ".cache.encoding"
-    draft.mkdir()
-    (draft / "items-00000.safetensors").write_text("under way")
+    (tmp_path / "cache").mkdir()
     refused = pytest.raises(WriteError, match="another process is making the cache")
-    with lock_held(tmp_path / ".cache.lock"), refused:
+    with lock_held(tmp_path / "cache" / ".lock"), refused:
         cached({**made, "output": {"directory": str(tmp_path)}})
-    assert (draft / "items-00000.safetensors").read_text() == "under way"
 
 
 def cached_by_other_settings(values: dict[str, Any]) -> None:
@@ -326,32 +332,43 @@ def test_ranks_that_would_encode_otherwise_are_told_so(made: dict[str, Any], tmp
         assert "media, cache and texts have the checksum" in outcome.message
 
 
-def test_what_is_damaged_is_named(place: Path) -> None:
-    file = place / "items-00001.safetensors"
-    whole = file.read_bytes()
-    file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    items = CachedItems(place)
-    with pytest.raises(ReadError, match=r"items-00001\.safetensors: item \d+ has other contents"):
-        list(items)
-    file.write_bytes(whole[:-1])
-    with pytest.raises(
-        ReadError, match=rf"items-00001\.safetensors has {len(whole) - 1} bytes, but {len(whole)} were"
-    ):
-        CachedItems(place)
-    file.unlink()
-    with pytest.raises(ReadError, match=r"items-00001\.safetensors: No such file"):
-        CachedItems(place)
+def test_damage_is_named_and_made_again(own: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    digest = cached(own)
+    file = sorted(Path(own["cache"]["directory"]).glob("item-*"))[0]
+    text = sorted(Path(own["cache"]["directory"]).glob("text-*"))[0]
+    for damaged in (text, file):
+        whole = damaged.read_bytes()
+        damaged.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        items = opened(own)
+        read = list if damaged == file else lambda items: [items.prompt(one) for one in items.texts]
+        with pytest.raises(ReadError, match=rf"{damaged.name} has other contents .*remove it"):
+            read(items)
+    file.write_bytes(file.read_bytes()[:-1])
+    text.unlink()
+    assert encoded_rows(own, monkeypatch) == 1
+    assert cached(own) == digest
+    zerostart.verify(own["cache"]["directory"])
 
 
-def test_what_cannot_be_encoded_is_told(
-    made: dict[str, Any], pipeline: Path, media: dict[str, Any], tmp_path: Path
+def test_directories_that_are_no_cache_are_refused(
+    own: dict[str, Any], pipeline: Path, media: dict[str, Any], tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match="no section media to make one from"):
+    with pytest.raises(ConfigError, match="add the section media"):
         cached(configured(pipeline, None, tmp_path))
-    (tmp_path / "cache").mkdir()
-    (tmp_path / "cache" / "thesis.txt").write_text("mine")
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "thesis.txt").write_text("mine")
     with pytest.raises(ConfigError, match="is not empty and is not a complete cache"):
-        cached(configured(pipeline, media, tmp_path))
+        cached(configured(pipeline, media, tmp_path, directory=str(mine)))
+    index = Path(own["cache"]["directory"]) / "zerostart.json"
+    document = json.loads(index.read_text())
+    document["cache"]["version"] = 2
+    index.write_text(json.dumps(document))
+    with pytest.raises(CheckpointError, match=r"is a cache of version 2, .* remove"):
+        cached(own)
+
+
+def test_what_cannot_be_encoded_is_told(pipeline: Path, media: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"is not a diffusers pipeline .*name one in cache\.source"):
         cached(configured(pipeline / "vae", media, tmp_path / "a"))
     with pytest.raises(ConfigError, match="vae cannot be sharded"):
@@ -378,73 +395,97 @@ def test_numbers_that_are_not_finite_are_refused(
         ConfigError, match=r"line 2: its latents has values that are not finite.*cache\.vae_dtype"
     ):
         cached(configured(copied, media, tmp_path))
-    assert not (tmp_path / "cache").exists()
+    assert len(CachedItems(tmp_path / "cache")) == 0
 
 
-def die_after_a_file(values: dict[str, Any]) -> None:
-    """Rank 1 is killed when its first file is to be written; rank 0 writes its own."""
-    from zerostart.training.data.cache_files import Draft
-
-    write = Draft.write
-
-    def killed(self: Draft, file: int, items: Any) -> None:
-        if current_world().rank == 1:
-            os._exit(9)
-        write(self, file, items)
-
-    Draft.write = killed  # type: ignore[method-assign]  # in a process of its own
-    cached(values)
+def test_bad_pictures_are_told_at_once_and_cost_nothing_else(
+    own: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is encoded is in the cache; mended, bad rows are all that is looked at again."""
+    folder, place = Path(own["media"]["source"]).parent, own["cache"]["directory"]
+    good = {number: (folder / f"image-{number}.png").read_bytes() for number in (2, 5)}
+    for number, data in good.items():
+        (folder / f"image-{number}.png").write_bytes(data[: len(data) // 2])
+    whole = list(CachedItems(place))
+    shutil.rmtree(place)
+    with pytest.raises(ConfigError) as told:
+        cached(own)
+    assert str(told.value).startswith("2 rows cannot be encoded: ")
+    for number in good:
+        assert f"metadata.csv, line {number + 2}, column 'image': {folder}/image-{number}.png" in str(
+            told.value
+        )
+    assert f"The other 5 are in {place}, and stay" in str(told.value)
+    assert len(CachedItems(place)) == 5
+    with pytest.raises(ConfigError, match=r"image-2\.png .*; .*image-5\.png"):
+        cached(own)
+    for number, data in good.items():
+        (folder / f"image-{number}.png").write_bytes(data)
+    assert encoded_rows(own, monkeypatch) == 2
+    assert all(map(same, opened(own), whole))
 
 
 @pytest.mark.slow
-def test_other_versions_do_not_go_on(
-    made: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from zerostart.training.data import filling
-    from zerostart.training.data.cache_files import Draft
+def test_bad_pictures_are_told_on_every_rank(own: dict[str, Any]) -> None:
+    folder = Path(own["media"]["source"]).parent
+    shutil.rmtree(own["cache"]["directory"])
+    for number in (0, 6):
+        (folder / f"image-{number}.png").write_bytes(b"no picture")
+    outcomes = rank_outcomes(cached, 2, own)
+    assert {outcome.error for outcome in outcomes} == {"zerostart.errors.ConfigError"}
+    assert outcomes[0].message == outcomes[1].message
+    assert "2 rows cannot be encoded: " in outcomes[0].message
+    assert len(CachedItems(own["cache"]["directory"])) == 5
 
-    values = {**made, "output": {"directory": str(tmp_path)}}
-    write, written = Draft.write, []
 
-    def stopped(self: Draft, file: int, items: Any) -> None:
-        if len(written) == 1:
-            written.append(-1)
-            raise KeyboardInterrupt
-        written.append(file)
-        write(self, file, items)
+def die_after_an_item(values: dict[str, Any]) -> None:
+    """Rank 1 is killed when its second item is to be written."""
+    write, written = cache._write, []
 
-    monkeypatch.setattr(Draft, "write", stopped)
-    with pytest.raises(KeyboardInterrupt):
-        cached(values)
-    monkeypatch.setattr(filling, "version", lambda name: f"another one of {name}")
+    def killed(directory: Path, name: str, *arguments: Any) -> None:
+        written.append(name)
+        if current_world().rank == 1 and len(written) == 2:
+            os._exit(9)
+        write(directory, name, *arguments)
+
+    cache._write = killed  # in a process of its own
     cached(values)
-    assert written == [0, -1, 0, 1]
 
 
 @pytest.mark.slow
 def test_a_run_that_was_killed_goes_on(made: dict[str, Any], tmp_path: Path) -> None:
     values = {**made, "output": {"directory": str(tmp_path)}}
-    outcomes = rank_outcomes(die_after_a_file, 2, values, grace=30.0)
+    outcomes = rank_outcomes(die_after_an_item, 2, values, grace=30.0)
     assert outcomes[1].exit_code == 9
     assert "PeerError" in outcomes[0].error
-    draft = tmp_path / ".cache.encoding"
-    there = {file.name: file.stat().st_mtime_ns for file in draft.glob("items-*.safetensors")}
-    assert there
-    assert not (tmp_path / "cache").exists()
+    there = {file.name: file.stat().st_mtime_ns for file in (tmp_path / "cache").glob("item-*.safetensors")}
+    assert 0 < len(there) < len(SIZES)
     run_ranks(cached, 3, values)
     one = Path(made["output"]["directory"]) / "cache"
     assert bytes_of(tmp_path / "cache") == bytes_of(one)
     assert {name: (tmp_path / "cache" / name).stat().st_mtime_ns for name in there} == there  # not made again
-    assert not draft.exists()
 
 
-@pytest.mark.slow
-def test_what_another_run_has_left_is_made_anew(made: dict[str, Any], tmp_path: Path) -> None:
+def test_other_versions_do_not_go_on_where_a_run_was_stopped(
+    made: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     values = {**made, "output": {"directory": str(tmp_path)}}
-    rank_outcomes(die_after_a_file, 2, values, grace=30.0)
-    other = {**values, "cache": {**values["cache"], "posterior": "mode"}}
-    assert cached(other) != CachedItems(Path(made["output"]["directory"]) / "cache").digest()
-    assert [entry.name for entry in tmp_path.iterdir()] == ["cache"]
+    write, written = cache._write, []
+
+    def stopped(directory: Path, name: str, *arguments: Any) -> None:
+        if len(written) == 4:
+            written.clear()
+            raise KeyboardInterrupt
+        written.append(name)
+        write(directory, name, *arguments)
+
+    monkeypatch.setattr(cache, "_write", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        cached(values)
+    assert len(list((tmp_path / "cache").glob("item-*.safetensors"))) == 2  # two texts came first
+    monkeypatch.setattr(cache, "_write", write)
+    monkeypatch.setattr(cache, "version", lambda name: f"another one of {name}")
+    assert encoded_rows(values, monkeypatch) == len(SIZES)
 
 
 OTHERS = [pytest.param(key, marks=pytest.mark.slow) for key in ("wan", "flux", "flux2_klein", "qwen_image")]

@@ -10,8 +10,14 @@ from PIL import Image
 
 from tests.training.data.media_files import CHINA
 from zerostart.errors import ConfigError
-from zerostart.training.data.decoding import fitted, standard_sizes, target_size
-from zerostart.training.data.files import MediaFile, image_size, rgb_image
+from zerostart.training.data.media import (
+    MediaFile,
+    fitted,
+    image_size,
+    rgb_image,
+    standard_sizes,
+    target_size,
+)
 from zerostart.training.data.media_config import MediaConfig
 
 BACKGROUND = (255, 128, 0)

@@ -13,7 +13,7 @@ from tests.ranks import run_ranks
 from tests.training.data.media_files import CHINA, FLOWER
 from zerostart.training import Task
 from zerostart.training.config.load import parse_config
-from zerostart.training.data.items import as_float, read_media
+from zerostart.training.data.items import read_media
 
 
 class Colors(nn.Module):
@@ -29,7 +29,7 @@ class Colors(nn.Module):
 
 
 def stacked(items):
-    return {"pixels": torch.stack([as_float(item["image"]) for item in items])}
+    return {"pixels": torch.stack([item["image"] for item in items]) / 127.5 - 1}
 
 
 class Halves(Task):

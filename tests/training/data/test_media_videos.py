@@ -1,5 +1,6 @@
 """Videos: which frames are taken, from files, animations and frames that lie side by side."""
 
+import itertools
 import json
 import struct
 
@@ -71,6 +72,30 @@ def test_frames_at_a_rate(folder):
         assert taken(folder, "v.mkv", frame_rate=rate) == expected, rate
     assert taken(folder, "v.gif", frame_rate=12.5, num_frames=5) == [0, 2, 4, 6, 8]  # 40 ms are 25 a second
     assert taken(folder, "stills", frame_rate=12, num_frames=5) == list(range(5))  # they have no rate
+
+
+#: Milliseconds: 25 frames a second, then one in 300, then 50 a second.
+TIMES = [*range(0, 400, 40), *range(400, 2800, 300), *range(2800, 3040, 20)]
+
+
+@pytest.mark.parametrize("form", ["v.mkv", "v.mp4", "v.gif"])
+def test_frames_of_a_variable_rate_are_taken_by_their_times(tmp_path, form):
+    """The frame that is nearest to each time; by their average rate others would be 0.8 s away."""
+    frames = numbered_frames(30)
+    if form == "v.gif":
+        shown = [later - time for time, later in itertools.pairwise([*TIMES, 3060])]
+        write_animation(tmp_path / form, frames, shown)
+    else:
+        codec, pixels = ("ffv1", "bgr0") if form == "v.mkv" else ("libx264rgb", "rgb24")
+        write_video(tmp_path / form, frames, codec=codec, pixels=pixels, times=TIMES)
+    for rate, count in ((5, 13), (8, 21), (12, 33)):
+        expected = [min(TIMES, key=lambda time: abs(time - 1000 * k / rate)) for k in range(count)]
+        assert [TIMES[n] for n in taken(tmp_path, form, frame_rate=rate)] == expected, rate
+    expected = [min(TIMES, key=lambda time: abs(time - 200 * k)) for k in range(5)]
+    assert [TIMES[n] for n in taken(tmp_path, form, frame_rate=5, num_frames=5)] == expected
+    expected = [min(TIMES, key=lambda time: abs(time - 3020 * k / 8)) for k in range(9)]
+    assert [TIMES[n] for n in taken(tmp_path, form, frames="even", num_frames=9)] == expected
+    assert taken(tmp_path, form, num_frames=9) == list(range(9))
 
 
 def test_short_videos_are_refused_with_their_row(folder):

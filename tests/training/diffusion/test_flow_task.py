@@ -382,7 +382,7 @@ def test_mistakes_are_named(tmp_path, change, error, message):
 
 def test_what_is_no_transformer_is_named(tmp_path):
     values = configured(tmp_path, "wan", "fsdp2", 3)
-    with pytest.raises(ConfigError, match=r"task.name flow-matching needs the section media, or a cache"):
+    with pytest.raises(ConfigError, match=r"task.name flow-matching needs the section media"):
         parse_config({**values, "task": {"name": "flow-matching"}})
     (tmp_path / "bare").mkdir()
     values["model"]["source"] = str(tmp_path / "bare")

@@ -364,10 +364,8 @@ class CacheConfig(Section):
     """Of image to video: give the model the last frame of each video, too."""
     prompts: list[str] = Field(default_factory=list)
     """Further texts whose embeddings are kept; that of the empty text always is."""
-    file_size: int | str = "256MB"
-    """Most bytes of one file of items, which a rank holds until they are written."""
 
-    @field_validator("device_memory_limit", "file_size")
+    @field_validator("device_memory_limit")
     @classmethod
     def _bytes(cls, value: int | str | None) -> int | None:
         return value if value is None else _size(value)
@@ -386,11 +384,6 @@ class CacheConfig(Section):
     def limit(self) -> int | None:
         """``device_memory_limit`` in bytes."""
         return None if self.device_memory_limit is None else parse_size(self.device_memory_limit)
-
-    @property
-    def bytes_of_a_file(self) -> int:
-        """``file_size`` in bytes."""
-        return parse_size(self.file_size)
 
 
 class SamplesConfig(Section):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -21,6 +22,19 @@ class ColumnConfig(Section):
     """What a cell names: image, images (a list of any number), video; null: as `KNOWN_COLUMNS` says."""
     size: Fitted | None = None
     """The size it is cropped to: item (of the item's video or image), own; null: as `KNOWN_COLUMNS` says."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of files: ``column`` in the table, ``name`` in the items.
+
+    ``own_size``: each of its pictures has a size for itself.
+    """
+
+    name: str
+    column: str
+    kind: Kind
+    own_size: bool
 
 
 #: What the tasks know: in an item by these names, with their kinds and sizes.
@@ -64,16 +78,6 @@ class DatasetConfig(Section):
     """
     caption_prefix: str = ""
     """Put before each text, as it is: a word that stands for what is learnt, with its comma."""
-    caption_shuffles: Count = 0
-    """In how many orders of its tags each text is encoded, of which each epoch has another; 0: as it is.
-
-    The cache has each row so many times. The orders follow from the text and their number alone: a row of
-    ``repeats`` R has order ``(epoch * R + repeat) % caption_shuffles``.
-    """
-    caption_separator: Annotated[str, Field(min_length=1)] = ","
-    """What stands between the tags of a text."""
-    caption_keep: Count = 0
-    """How many tags at the beginning of a text stay where they are."""
     columns: dict[str, str | ColumnConfig] = Field(default_factory=dict)
     """Which columns name files, by their names in the items; without it those of `KNOWN_COLUMNS` do.
 
@@ -160,11 +164,6 @@ class DatasetConfig(Section):
                 )
         return self
 
-    @property
-    def orders(self) -> int:
-        """How many items each row is."""
-        return max(1, self.caption_shuffles)
-
 
 class MediaConfig(DatasetConfig):
     """Pictures and videos to train on.
@@ -187,8 +186,6 @@ class MediaConfig(DatasetConfig):
     """
     workers: Count = 0
     """Processes that decode, beside each rank; 0: the rank itself does."""
-    check: Literal["times", "contents"] = "times"
-    """How a file is compared with what a cache has seen: by its length and time (times), or contents."""
 
     @model_validator(mode="before")
     @classmethod

@@ -17,7 +17,7 @@ import torch
 from zerostart.distributed.world import default_device
 from zerostart.errors import ConfigError
 from zerostart.training.config.configuration import CacheConfig
-from zerostart.training.data.items import as_picture
+from zerostart.training.data.media import as_picture
 from zerostart.training.data.media_config import KNOWN_COLUMNS, Kind
 from zerostart.training.diffusion.text_lengths import TextLengths
 

@@ -25,7 +25,7 @@ from zerostart.training.data.cache import ensure_cache
 from zerostart.training.diffusion.families import FAMILIES, family_of
 from zerostart.training.diffusion.family import Family
 from zerostart.training.diffusion.flow_source import FlowSource, copy_others, read_source
-from zerostart.training.loop.task import Batch, Collator, Items, Task, in_epoch, split_off
+from zerostart.training.loop.task import Batch, Collator, Items, Task, split_off
 
 if TYPE_CHECKING:
     from zerostart.distributed.world import World
@@ -151,12 +151,7 @@ class Numbered:
         return len(self.items)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        # `index` names the example with the order of its tags, so that each has times and noise of its own.
         return {**self.items[index], "index": torch.tensor(index, device="cpu")}
-
-    def in_epoch(self, place: int, epoch: int) -> int:
-        """As the examples say."""
-        return in_epoch(self.items, place, epoch)
 
     def digest(self) -> str:
         """That of the examples."""
@@ -191,10 +186,8 @@ class FlowMatching(Task):
         if isinstance(settings, FlowConfig) and settings.family not in (None, *FAMILIES):
             raise ValueError(f"task.family {settings.family} is unknown; choose one of {', '.join(FAMILIES)}")
         own = cls.items is not FlowMatching.items
-        if not own and all(getattr(config, section, None) is None for section in ("media", "cache")):
-            raise ValueError(
-                "task.name flow-matching needs the section media, or a cache that was made from one"
-            )
+        if not own and config.media is None:
+            raise ValueError("task.name flow-matching needs the section media")
 
     def open(self) -> None:
         """Read the configurations of transformer and pipeline.
@@ -248,7 +241,7 @@ class FlowMatching(Task):
         Raises :class:`ConfigError` where none are left to train on.
         """
         ours = type(self).items is FlowMatching.items  # a task's own examples are as they are
-        shares = [(one.rows, one.repeats) for one in getattr(self._encoded, "shares", ())] if ours else []
+        shares = list(getattr(self._encoded, "shares", ())) if ours else []
         # All repeats of a row are on one side: a row that is trained on must not be evaluated, too.
         repeats = self.config.media.repeats if ours and self.config.media is not None else 1
         try:

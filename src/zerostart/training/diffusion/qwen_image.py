@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from zerostart.training.data.items import as_picture
+from zerostart.training.data.media import as_picture
 from zerostart.training.diffusion.encoder import Encoded, Encoder, Example
 from zerostart.training.diffusion.family import Conditions, Packed, Tensors, linear_shift
 

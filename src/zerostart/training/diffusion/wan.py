@@ -13,7 +13,7 @@ from torch import nn
 
 from zerostart.errors import ConfigError
 from zerostart.training.config.configuration import CacheConfig
-from zerostart.training.data.items import as_picture
+from zerostart.training.data.media import as_picture
 from zerostart.training.diffusion.encoder import Encoded, Encoder, Example, VideoEncoder, frames_of
 from zerostart.training.diffusion.family import Conditions, Family, Tensors
 

@@ -7,17 +7,16 @@ many batches see the same examples in each step, also when one resumes from a ch
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
 import torch
 from torch.utils.data import Sampler
 
 from zerostart.errors import ConfigError
 from zerostart.training.config.configuration import TrainingConfig
-from zerostart.training.loop.task import Items, in_epoch
+from zerostart.training.loop.task import Items
 
 logger = logging.getLogger("zerostart")
 
@@ -31,21 +30,12 @@ class Buckets(Sampler[list[int]]):
     are left out of this epoch: others in each.
     """
 
-    def __init__(
-        self,
-        shapes: Sequence[Hashable],
-        batch_size: int,
-        step: int,
-        seed: int,
-        had_as: Callable[[int, int], int] | None = None,
-    ) -> None:
-        """``had_as`` gives the number by which an example is had in an epoch, where that is not its place."""
+    def __init__(self, shapes: Sequence[Hashable], batch_size: int, step: int, seed: int) -> None:
         self._shapes = shapes
         self.batch_size = batch_size
         self.drop_last = True
         self._step = step
         self._seed = seed
-        self._had_as = had_as
         self._epoch = 0
         # Batches to be left out of the next pass; it forgets them, for the epoch after is whole again.
         self._passed_over = 0
@@ -76,11 +66,8 @@ class Buckets(Sampler[list[int]]):
         # The order is drawn whole also where a part is passed over: what is left of it is then as it was.
         start, self._passed_over = self._passed_over, 0
         for number, batch in enumerate(self._batches()):
-            # The index says which example; which version of it an epoch has is decided only here, so that
-            # neither the order nor the shapes depend on it.
             if number >= start:
-                had = self._had_as
-                yield batch if had is None else [had(index, self._epoch) for index in batch]
+                yield batch
 
     @property
     def order(self) -> str:
@@ -135,8 +122,7 @@ def order_of(items: Items, train: TrainingConfig, count: int) -> Buckets:
 
     Raises :class:`ConfigError` for too few items.
     """
-    had_as = functools.partial(in_epoch, items)
-    buckets = Buckets(items.shapes(), train.batch_size, count * train.accumulation, train.seed, had_as)
+    buckets = Buckets(items.shapes(), train.batch_size, count * train.accumulation, train.seed)
     if not len(buckets):
         raise ConfigError(
             f"the data has {len(items)} examples to train on; one step takes "

@@ -23,7 +23,7 @@ from zerostart.errors import ConfigError, VerifyError, WriteError
 from zerostart.state.resuming.retention import complete
 from zerostart.state.resuming.training_state import MARKER
 from zerostart.training.adapt.export import AVERAGE, EXPORTS
-from zerostart.training.data.cached import is_of_cache
+from zerostart.training.data.cached import FOLDER as CACHE
 from zerostart.training.loop.locks import hold
 from zerostart.training.samples.sampler import FOLDER as SAMPLES
 from zerostart.training.samples.sampler import clear_drawn
@@ -54,7 +54,7 @@ def claim_output(
         _check_outside(media, directory)
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            occupied = not all(one.name == _LOCK or is_of_cache(one.name) for one in directory.iterdir())
+            occupied = not all(one.name in (_LOCK, CACHE) for one in directory.iterdir())
         except OSError as error:
             raise ConfigError(f"output.directory {directory}: {error.strerror}") from error
         # A run writes its metrics before anything else.

@@ -55,16 +55,9 @@ class Part:
         return len(self._numbers)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        if index < 0 or not self._numbers:
+        if not 0 <= index < len(self):
             raise IndexError(index)
-        # Numbers beyond the length are of further versions, here as in the whole: only the length is another.
-        version, place = divmod(index, len(self))
-        return self._items[version * len(self._items) + self._numbers[place]]
-
-    def in_epoch(self, place: int, epoch: int) -> int:
-        """The number that gets example ``place`` in ``epoch``, where each epoch has versions of its own."""
-        version = in_epoch(self._items, self._numbers[place], epoch) // len(self._items)
-        return place + version * len(self)
+        return self._items[self._numbers[index]]
 
     def digest(self) -> str:
         """A digest of the whole data set and of which part this is."""
@@ -74,15 +67,6 @@ class Part:
         """The keys of this part's examples."""
         every = self._items.shapes()
         return [every[number] for number in self._numbers]
-
-
-def in_epoch(items: Items, place: int, epoch: int) -> int:
-    """The number by which example ``place`` of ``items`` is had in ``epoch``, as items with versions say.
-
-    Numbers from ``len(items)`` on are of second versions, and so on; most items have one.
-    """
-    chosen: Callable[[int, int], int] | None = getattr(items, "in_epoch", None)
-    return place if chosen is None else chosen(place, epoch)
 
 
 def split_off(

@@ -18,7 +18,7 @@ from zerostart.checkpoint.usual_names import PIPELINE_INDEX
 from zerostart.distributed.world import current_world
 from zerostart.errors import ConfigError
 from zerostart.training.config.configuration import SamplesConfig
-from zerostart.training.data.pictured import sample_texts
+from zerostart.training.data.media import sample_texts
 from zerostart.training.diffusion.families import known_family
 from zerostart.upstream.diffusers.weights import assembled, component_class, pipeline_class
 

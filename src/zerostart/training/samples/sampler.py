@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from zerostart.errors import ConfigError, WriteError
-from zerostart.training.data.pictured import PicturedText
+from zerostart.training.data.media import PicturedText
 from zerostart.training.samples.pipeline import Drawing, Prompt
 
 if TYPE_CHECKING:

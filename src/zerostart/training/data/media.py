@@ -1,0 +1,618 @@
+"""Pictures and videos: files, decoding, the size they are brought to, and the frames that are taken.
+
+Pictures are decoded by Pillow to upright red, green and blue of 8 bits. Videos are files that PyAV decodes,
+animations that Pillow decodes, and lists or directories of frames. Sizes and frames follow from headers and
+packets; pixels are decoded last.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import io
+import math
+import re
+import unicodedata
+from abc import ABC, abstractmethod
+from bisect import bisect_left
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache, partial
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import torch
+
+from zerostart.checkpoint.paths import expanded
+from zerostart.errors import ConfigError
+from zerostart.training.data.media_config import Column, DatasetConfig
+
+if TYPE_CHECKING:
+    from av import VideoFrame
+    from PIL.Image import Image
+
+    from zerostart.training.config.configuration import SamplesConfig
+
+Color = tuple[int, int, int]  # red, green, blue
+Size = tuple[int, int]  # height, width
+
+#: Suffixes of the files that a directory is searched for. A picture named otherwise is what Pillow opens.
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+VIDEO_SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi", ".flv", ".wmv", ".m4v", ".mpg", ".mpeg")
+
+#: Step of the sides of standard sizes, in pixels, from `_SMALL` pixels on; below it is `multiple_of`.
+_STEP, _SMALL = 64, 512 * 512
+#: Largest ratio of the sides of a standard size.
+_LONGEST = 2
+#: EXIF tag of the camera's orientation, and its values for a picture that lies on its side.
+_ORIENTATION, _ON_ITS_SIDE = 0x0112, (5, 6, 7, 8)
+_WHITE = (255, 255, 255)
+
+
+@dataclass(frozen=True)
+class MediaFile:
+    """A file or a directory of frames at ``path``, or its ``data``; ``name`` is for messages."""
+
+    name: str
+    path: Path | None
+    data: bytes | None = None
+
+    @property
+    def suffix(self) -> str:
+        """The suffix in lower case, with the dot."""
+        return Path(self.name).suffix.lower()
+
+    def open(self) -> BinaryIO:
+        """Open the file for reading; raises OSError."""
+        return io.BytesIO(self.data or b"") if self.path is None else self.path.open("rb")
+
+    def frames(self) -> list[MediaFile]:
+        """Return the frames of a directory, in the order of the numbers in their names."""
+        if self.path is None or not self.path.is_dir():
+            return []
+        found = [path for path in self.path.iterdir() if path.suffix.lower() in IMAGE_SUFFIXES]
+        return [MediaFile(str(path), path) for path in sorted(found, key=lambda path: _natural(path.name))]
+
+    def state(self) -> list[tuple[int, int]] | str:
+        """Return size and modification time of the file, or of each frame; of bytes a digest.
+
+        Raises ConfigError for a file that is absent; it names one with a similar name.
+        """
+        if self.path is None:
+            return hashlib.blake2b(self.data or b"", digest_size=16).hexdigest()
+        if not self.path.exists():
+            near = similar_path(self.path)
+            hint = "media.base is the directory to which names are relative" if near is None else near
+            raise ConfigError(f"{self.name}: no such file; {hint}")
+        files = self.frames() if self.path.is_dir() else [self]
+        if not files:
+            raise ConfigError(f"{self.name}: no frames in this directory")
+        found = [file.path.stat() for file in files if file.path is not None]
+        return [(status.st_size, status.st_mtime_ns) for status in found]
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Return a key that sorts ``frame2`` before ``frame10``."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+def similar_path(path: Path) -> str | None:
+    """Return a hint at the existing path that differs from ``path`` in slashes, capitals or accents only."""
+    found = Path(path.anchor or ".")
+    for part in Path(str(path).replace("\\", "/")).parts[bool(path.anchor) :]:
+        if not (found / part).exists():
+            entries = sorted(found.iterdir()) if found.is_dir() else []
+            part = next((entry.name for entry in entries if _folded(entry.name) == _folded(part)), "")
+            if not part:
+                return None
+        found /= part
+    return f"did you mean {found}? (slashes, capitals and accents have to be the same)"
+
+
+def _folded(name: str) -> str:
+    return unicodedata.normalize("NFC", name).casefold()
+
+
+def import_decoder(module: str) -> ModuleType:
+    """Import a module of Pillow, PyAV or NumPy; raises ConfigError where it is not installed."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            f"Pillow and PyAV decode pictures and videos, but {module.partition('.')[0]} cannot be "
+            f"imported ({error}): pip install 'zerostart[media]'"
+        ) from error
+
+
+@contextmanager
+def _readable(file: MediaFile, what: str) -> Iterator[None]:
+    """Raise ConfigError that names ``file`` for any error of the library that decodes it."""
+    try:
+        yield
+    except (ConfigError, MemoryError):  # the latter is not the file's fault
+        raise
+    except Exception as error:  # of many types, which differ between versions
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigError(
+            f"{file.name} cannot be read as {what} ({reason}): the file is damaged, or of a format "
+            "that the library does not know; replace it, or remove its row from the table"
+        ) from error
+
+
+@contextmanager
+def _open_image(file: MediaFile) -> Iterator[Image]:
+    pillow = import_decoder("PIL.Image")
+    with _readable(file, "a picture"), file.open() as content, pillow.open(content) as image:
+        yield image
+
+
+def image_size(file: MediaFile) -> Size:
+    """Return height and width of the upright picture, by its header. Raises ConfigError."""
+    with _open_image(file) as image:
+        if image.getexif().get(_ORIENTATION) in _ON_ITS_SIDE:
+            # Decoded, since Pillow's reader of TIFF turns pictures itself in some versions.
+            image = import_decoder("PIL.ImageOps").exif_transpose(image)
+        return image.height, image.width
+
+
+def rgb_image(file: MediaFile, background: Color) -> Image:
+    """Decode the first picture of a file, upright and in mode RGB. Raises ConfigError."""
+    with _open_image(file) as image:
+        return _rgb(import_decoder("PIL.ImageOps").exif_transpose(image), background)
+
+
+def _rgb(image: Image, background: Color) -> Image:
+    """Convert to mode RGB, transparent parts over ``background``; raises ValueError for an unknown range."""
+    if image.mode.startswith("I"):
+        image = _eight_bits(image)
+    if image.mode == "F":
+        raise ValueError("its pixels are floating-point numbers, whose range is unknown")
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    pillow = import_decoder("PIL.Image")
+    layer = image.convert("RGBA")
+    # `convert` to RGB would show the colour that lies under transparent pixels.
+    return pillow.alpha_composite(pillow.new("RGBA", layer.size, (*background, 255)), layer).convert("RGB")
+
+
+def _eight_bits(image: Image) -> Image:
+    values = import_decoder("numpy").asarray(image).astype("int64")
+    if values.min() < 0 or values.max() > 65535:
+        raise ValueError("its pixels have 32 bits, whose range is unknown")
+    # Half of the divisor is added to round to the nearest.
+    return import_decoder("PIL.Image").fromarray(((values * 255 + 32767) // 65535).astype("uint8"))
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The presentation time of each frame and of the end, in seconds after the first frame."""
+
+    starts: Sequence[Fraction]
+    end: Fraction
+
+
+class Clip(ABC):
+    """Frames in their order; ``size`` is (height, width) of an upright frame."""
+
+    size: Size
+
+    @abstractmethod
+    def count(self, most: int | None) -> int:
+        """Count the frames, up to ``most``. Raises ConfigError."""
+
+    def timeline(self, seconds: Fraction | None) -> Timeline | None:
+        """Return the times of the frames up to ``seconds`` (None: of all); None if nothing tells them."""
+        return None
+
+    @abstractmethod
+    def pictures(self, indices: Sequence[int]) -> Iterator[Image]:
+        """Decode the frames with these numbers, which never fall, in mode RGB. Raises ConfigError."""
+
+
+def open_clip(files: Sequence[MediaFile], background: Color) -> Clip:
+    """Open one video file, one directory or a list of pictures as a clip. Raises ConfigError."""
+    first = files[0]
+    if len(files) > 1:
+        return _Stills(files, background)
+    if first.path is not None and first.path.is_dir():
+        if not (frames := first.frames()):
+            raise ConfigError(
+                f"{first.name}: no frames in this directory; frames are files that end with "
+                f"{' '.join(IMAGE_SUFFIXES)}"
+            )
+        return _Stills(frames, background)
+    return _Animation(first, background) if first.suffix in IMAGE_SUFFIXES else _Stream(first)
+
+
+class _Stills(Clip):
+    """One picture a frame, without times."""
+
+    def __init__(self, files: Sequence[MediaFile], background: Color) -> None:
+        self._files = files
+        self._background = background
+        self.size = image_size(files[0])
+
+    def count(self, most: int | None) -> int:
+        return len(self._files)
+
+    def pictures(self, indices: Sequence[int]) -> Iterator[Image]:
+        for index in indices:
+            picture = rgb_image(self._files[index], self._background)
+            if picture.size[::-1] != self.size:
+                raise ConfigError(
+                    f"{self._files[index].name} has {picture.height} x {picture.width} pixels, and the first "
+                    f"frame of its video {self.size[0]} x {self.size[1]} (height x width); make them alike"
+                )
+            yield picture
+
+
+class _Animation(Clip):
+    """A GIF, WebP or APNG; a picture is a video of one frame."""
+
+    def __init__(self, file: MediaFile, background: Color) -> None:
+        self._file = file
+        self._background = background
+        with _open_image(file) as image:
+            # The second picture of an MPO is the same one for the other eye.
+            self._count = 1 if image.format == "MPO" else int(getattr(image, "n_frames", 1))
+            self.size = (image.height, image.width)
+        if self._count == 1:
+            self.size = image_size(file)
+
+    def count(self, most: int | None) -> int:
+        return self._count
+
+    def timeline(self, seconds: Fraction | None) -> Timeline | None:
+        if self._count == 1:
+            return None
+        starts = [Fraction(0)]
+        with _open_image(self._file) as image:
+            for index in range(self._count):
+                image.seek(index)
+                starts.append(starts[-1] + Fraction(image.info.get("duration", 0)) / 1000)
+        *starts, end = starts
+        return Timeline(starts, end) if end else None
+
+    def pictures(self, indices: Sequence[int]) -> Iterator[Image]:
+        if self._count == 1:
+            yield from [rgb_image(self._file, self._background)] * len(indices)
+            return
+        with _open_image(self._file) as image:
+            for index in indices:
+                image.seek(index)
+                yield _rgb(image, self._background)
+
+
+class _Stream(Clip):
+    """The first video stream of a file, by PyAV."""
+
+    def __init__(self, file: MediaFile) -> None:
+        self._file = file
+        with self._open() as (container, stream):
+            # The first frame is decoded for the size: headers may say another.
+            for frame in container.decode(stream):
+                picture = _upright(frame)
+                self.size = (picture.height, picture.width)
+                break
+            else:
+                raise ConfigError(f"{file.name} has no frame that can be decoded; replace it")
+
+    @contextmanager
+    def _open(self) -> Iterator[tuple[Any, Any]]:
+        # Opened for each use: a stream is read forwards only, and workers must not share a handle.
+        with _readable(self._file, "a video"):
+            source = self._file.open() if self._file.path is None else str(self._file.path)
+            with import_decoder("av").open(source) as container:
+                if not container.streams.video:
+                    raise ConfigError(f"{self._file.name} has no video stream; replace it")
+                stream = container.streams.video[0]
+                # PyAV's default divides a frame among threads; several frames at a time are faster.
+                stream.thread_type = "AUTO"
+                yield container, stream
+
+    def count(self, most: int | None) -> int:
+        found = 0
+        with self._open() as (container, stream):
+            for _ in _shown_packets(container, stream):
+                found += 1
+                if found == most:
+                    break
+        return found
+
+    def timeline(self, seconds: Fraction | None) -> Timeline | None:
+        with self._open() as (container, stream):
+            base, rate = stream.time_base, stream.average_rate or stream.guessed_rate
+            shown: list[tuple[int, int]] = []
+            untimed, begin, beyond = 0, math.inf, math.inf
+            for packet in _shown_packets(container, stream):
+                if packet.pts is None:
+                    untimed += 1
+                    continue
+                begin = min(begin, packet.pts)
+                shown.append((packet.pts, packet.duration or 0))
+                if seconds is not None and (packet.pts - begin) * base >= seconds:
+                    beyond = min(beyond, packet.pts)
+                # Packets come in the order of decoding: no later one is shown before this one's dts.
+                if packet.dts is not None and packet.dts >= beyond:
+                    break
+        shown = sorted(one for one in shown if one[0] <= beyond)
+        if untimed or not shown:
+            return None if rate is None else _uniform(untimed + len(shown), rate)
+        starts = [(time - shown[0][0]) * base for time, _ in shown]
+        # Containers round times to their own unit: a constant rate is taken exactly.
+        if rate is not None:
+            near = min(base, 1 / (4 * rate))
+            if all(abs(start - index / rate) <= near for index, start in enumerate(starts)):
+                return _uniform(len(starts), rate)
+        last = shown[-1][1] * base or (1 / rate if rate else Fraction(0))
+        return Timeline(starts, starts[-1] + last)
+
+    def pictures(self, indices: Sequence[int]) -> Iterator[Image]:
+        with self._open() as (container, stream):
+            # Never sought: many files have wrong keyframes, and a search would give another frame.
+            frames = enumerate(container.decode(stream))
+            number, frame = next(frames)
+            for index in indices:
+                while number < index:
+                    reached = number
+                    number, frame = next(frames, (index, None))
+                    if frame is None:
+                        raise ConfigError(
+                            f"{self._file.name}: only {reached + 1} frames can be decoded, but its packets "
+                            f"hold {index + 1} or more; encode the video again, or remove its row from the "
+                            "table"
+                        )
+                yield _upright(frame)
+
+
+def _shown_packets(container: Any, stream: Any) -> Iterator[Any]:
+    # An empty packet ends the stream, and one that is to be discarded is never shown.
+    return (packet for packet in container.demux(stream) if packet.size and not packet.is_discard)
+
+
+def _uniform(count: int, rate: Fraction) -> Timeline:
+    return Timeline([index / rate for index in range(count)], count / rate)
+
+
+def _upright(frame: VideoFrame) -> Image:
+    picture = frame.to_image()
+    turns = round(frame.rotation / 90) % 4  # counterclockwise
+    how = import_decoder("PIL.Image").Transpose
+    return picture.transpose((how.ROTATE_90, how.ROTATE_180, how.ROTATE_270)[turns - 1]) if turns else picture
+
+
+def picked_frames(clip: Clip, config: DatasetConfig, most: int) -> list[int]:
+    """Return the numbers of the frames that are taken, at most ``most``. Raises ConfigError for too few."""
+    even = config.frames == "even"
+    # By way of its text: 23.976 means 23976/1000, and not the float next to it.
+    rate = None if config.frame_rate is None else Fraction(str(config.frame_rate))
+    timeline = None
+    if even or rate is not None:
+        timeline = clip.timeline(None if rate is None else config.num_frames / rate)
+    if timeline is None:
+        rate, frames = None, clip.count(None if even else config.num_frames)
+        starts: Sequence[Fraction] = [Fraction(index) for index in range(frames)]
+    else:
+        starts, frames = timeline.starts, len(timeline.starts)
+    available = frames if timeline is None or rate is None else math.floor(timeline.end * rate)
+    factor, remainder = config.time_division_factor, config.time_division_remainder
+    count = min(available, most)
+    count -= (count - remainder) % factor
+    if count < 1:
+        raise ConfigError(
+            f"{available} frames are too few: a number of frames must leave the remainder "
+            f"{remainder} when divided by {factor} (media.time_division_remainder and "
+            "media.time_division_factor); leave the video out"
+        )
+    if even:
+        return [_nearest(starts, index * starts[-1] / max(count - 1, 1)) for index in range(count)]
+    return list(range(count)) if rate is None else [_nearest(starts, index / rate) for index in range(count)]
+
+
+def _nearest(starts: Sequence[Fraction], time: Fraction) -> int:
+    """Return the number of the frame whose time is nearest; of two at one distance the even one."""
+    after = bisect_left(starts, time)
+    if after in (0, len(starts)):
+        return min(after, len(starts) - 1)
+    before, left, right = after - 1, time - starts[after - 1], starts[after] - time
+    return after if right < left or (right == left and after % 2 == 0) else before
+
+
+def target_size(size: Size, config: DatasetConfig) -> Size:
+    """Return the size that a picture is brought to, in multiples of ``config.multiple_of``.
+
+    Raises ConfigError for a picture that is too small to have such a size.
+    """
+    if config.height is not None and config.width is not None:
+        return config.height, config.width
+    if config.buckets != "own":
+        given = config.buckets
+        sizes = standard_sizes(config.max_pixels, config.multiple_of) if isinstance(given, str) else given
+        return _nearest_shape(size, sizes)
+    # To the pixel as DiffSynth-Studio does it, so that its data give the same here.
+    height, width = size
+    if height * width > config.max_pixels:
+        scale = (height * width / config.max_pixels) ** 0.5
+        height, width = int(height / scale), int(width / scale)
+    factor = config.multiple_of
+    target = height // factor * factor, width // factor * factor
+    if 0 in target:
+        raise ConfigError(
+            f"{size[0]} x {size[1]} pixels (height x width) are too few for media.multiple_of "
+            f"{factor} within media.max_pixels {config.max_pixels}; leave the file out, or set "
+            "media.height and media.width, to which it is scaled up"
+        )
+    return target
+
+
+@lru_cache(maxsize=8)
+def standard_sizes(max_pixels: int, multiple_of: int) -> tuple[Size, ...]:
+    """Return sizes from 1:2 to 2:1, the widest for each height; raises ConfigError if there is none."""
+    # Each size is a batch shape of its own, so there should be few.
+    step = math.lcm(_STEP, multiple_of) if max_pixels >= _SMALL else multiple_of
+    sizes = []
+    for height in range(step, math.isqrt(max_pixels * _LONGEST) + 1, step):
+        width = max_pixels // height // step * step
+        if width and max(height, width) <= _LONGEST * min(height, width):
+            sizes.append((height, width))
+    if not sizes:
+        raise ConfigError(
+            f"media.max_pixels {max_pixels} allows no size in multiples of media.multiple_of "
+            f"{multiple_of}; raise it"
+        )
+    return tuple(sizes)
+
+
+def _nearest_shape(size: Size, sizes: Sequence[Size]) -> Size:
+    """Return the size whose shape is nearest, of equals the largest, then the first."""
+    # In logarithms twice as wide and twice as high are equally far from a square.
+    shape = math.log(size[0] / size[1])
+    # Rounded, or the last bits of a logarithm would decide between sizes of the same shape.
+    return min(sizes, key=lambda s: (round(abs(math.log(s[0] / s[1]) - shape), 9), -s[0] * s[1]))
+
+
+def fitted(picture: Image, target: Size) -> Image:
+    """Scale a picture (bilinear, antialiased) until it covers ``target``, and crop it around its centre.
+
+    The numbers are those of torchvision's ``resize`` and ``center_crop``, which DiffSynth-Studio uses.
+    """
+    (width, height), (target_height, target_width) = picture.size, target
+    scale = max(target_width / width, target_height / height)
+    scaled = round(width * scale), round(height * scale)
+    if scaled != picture.size:
+        picture = picture.resize(scaled, import_decoder("PIL.Image").Resampling.BILINEAR)
+    left = round((scaled[0] - target_width) / 2.0)
+    top = round((scaled[1] - target_height) / 2.0)
+    if scaled == (target_width, target_height):
+        return picture
+    return picture.crop((left, top, left + target_width, top + target_height))
+
+
+@dataclass(frozen=True)
+class ColumnMedia:
+    """What one column gives an item: the shape of its tensors, and a function that decodes them."""
+
+    shape: Hashable
+    tensors: Callable[[], torch.Tensor | list[torch.Tensor]]
+
+
+def media_of_row(
+    columns: Sequence[Column],
+    files: Mapping[str, Sequence[MediaFile]],
+    config: DatasetConfig,
+    in_column: Callable[[Column, Callable[[], Any]], Any],
+) -> dict[str, ColumnMedia]:
+    """Return what the ``files`` of a row give, by column; a picture or video that the row lacks is absent.
+
+    The first of ``columns`` with files that has no size of its own gives the item its size. All videos of
+    that size have equally many frames. Raises ConfigError, by ``in_column``.
+    """
+    # A column of several pictures is also there when it is empty: as an empty list.
+    present = [column for column in columns if files[column.name] or column.kind == "images"]
+    clips = {
+        column.name: in_column(column, partial(open_clip, files[column.name], config.background))
+        for column in present
+        if column.kind == "video"
+    }
+
+    def sizes(column: Column) -> list[Size]:
+        if column.name in clips:
+            return [clips[column.name].size]
+        return [image_size(file) for file in files[column.name]]
+
+    def media(column: Column) -> ColumnMedia:
+        if column.own_size or size is None:
+            targets = [target_size(one, config) for one in sizes(column)]
+        else:
+            targets = [size] * len(files[column.name])
+        if column.kind == "video":
+            clip, most = clips[column.name], config.num_frames if column.own_size else frames
+            indices = picked_frames(clip, config, most)
+            load = partial(_video, clip, targets[0], indices)
+            return ColumnMedia((3, len(indices), *targets[0]), load)
+        several = partial(_pictures, files[column.name], targets, config.background)
+        if column.kind == "images":
+            return ColumnMedia(tuple((3, *target) for target in targets), several)
+        return ColumnMedia((3, *targets[0]), lambda: several()[0])
+
+    size: Size | None = None
+    frames = config.num_frames
+    # Size and frames come before any column is decoded: each depends on the others' files.
+    sharing = [column for column in present if not column.own_size]
+    if (leading := next((column for column in sharing if files[column.name]), None)) is not None:
+        size = in_column(leading, lambda: target_size(sizes(leading)[0], config))
+    for column in sharing:
+        if column.name in clips:
+            frames = len(in_column(column, partial(picked_frames, clips[column.name], config, frames)))
+    return {column.name: in_column(column, partial(media, column)) for column in present}
+
+
+def _pictures(files: Sequence[MediaFile], targets: Sequence[Size], background: Color) -> list[torch.Tensor]:
+    found = [rgb_image(file, background) for file in files]
+    return [_pixels(fitted(picture, target)) for picture, target in zip(found, targets, strict=True)]
+
+
+def _video(clip: Clip, target: Size, indices: Sequence[int]) -> torch.Tensor:
+    frames = torch.empty((len(indices), 3, *target), dtype=torch.uint8, device="cpu")
+    for place, picture in enumerate(clip.pictures(indices)):
+        frames[place] = _pixels(fitted(picture, target))
+    # Filled frame by frame, and turned to [3, F, H, W] at the end, as encoders take it.
+    return frames.transpose(0, 1).contiguous()
+
+
+def _pixels(picture: Image) -> torch.Tensor:
+    """Return a picture of mode RGB as uint8 [3, H, W]."""
+    # `array` copies; `asarray` would give Pillow's own memory, which is read-only.
+    return torch.from_numpy(import_decoder("numpy").array(picture)).permute(2, 0, 1).contiguous()
+
+
+def as_picture(pixels: torch.Tensor) -> Image:
+    """Return uint8 [3, H, W] as a Pillow image of mode RGB. Raises ConfigError where Pillow is absent."""
+    return import_decoder("PIL.Image").fromarray(pixels.permute(1, 2, 0).contiguous().numpy())
+
+
+class PicturedText(str):
+    """A text with pictures; as a string it stands for both, by a digest of the pixels."""
+
+    text: str
+    pictures: tuple[Image, ...]
+
+    __slots__ = ("pictures", "text")
+
+    @classmethod
+    def of(cls, text: str, pictures: Sequence[Image]) -> PicturedText:
+        """Join the ``text`` with these upright ``pictures`` of mode RGB."""
+        hashed = hashlib.blake2b(digest_size=16)
+        for picture in pictures:
+            # The size as well: the same bytes in other sides are another picture.
+            hashed.update(repr(picture.size).encode() + picture.tobytes())
+        made = cls(f"{text} [pictures {hashed.hexdigest()}]")
+        made.text, made.pictures = text, tuple(pictures)
+        return made
+
+
+def sample_texts(settings: SamplesConfig) -> tuple[list[str], list[str]]:
+    """Return each prompt and its negative prompt, with the pictures of the prompt.
+
+    Raises ConfigError, naming the file, for a picture that cannot be read.
+    """
+    if settings.images is None:
+        return list(settings.prompts), [settings.negative_prompt] * len(settings.prompts)
+    prompts: list[str] = []
+    negatives: list[str] = []
+    for text, names in zip(settings.prompts, settings.images, strict=True):
+        pictures = [_sample_picture(name) for name in ([names] if isinstance(names, str) else names)]
+        prompts.append(PicturedText.of(text, pictures))
+        # Encoders that see pictures see them with the negative text, too, as their pipelines show them.
+        negatives.append(PicturedText.of(settings.negative_prompt, pictures))
+    return prompts, negatives
+
+
+def _sample_picture(name: str) -> Image:
+    path = expanded(name)
+    if not path.is_file():
+        raise ConfigError(f"samples.images: {path}: no such file; {similar_path(path) or 'correct the name'}")
+    return rgb_image(MediaFile(str(path), path), _WHITE)
