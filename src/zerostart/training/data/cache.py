@@ -345,7 +345,7 @@ def _embeddings(encoder: Encoder, texts: Sequence[str], world: World) -> dict[st
             f"{encoder.kind} encodes texts with the pictures of their items, and none alone: leave "
             "cache.prompts out, and name the pictures of samples.prompts in samples.images"
         )
-    found = {}
+    found: dict[str, Encoded] = {}
     # Every rank encodes every text: an encoder in shards needs all of them, and there are few.
     for text in dict.fromkeys(texts):
         with world.collectives("encoding a text"):
