@@ -49,8 +49,7 @@ from zerostart.state.saving.writing import Publication, Written, publishing, wri
 class SaveRequest:
     """The arguments of ``zerostart.save``.
 
-    Rank 0 calls ``beside`` with the directory, for further files. With ``copied`` the tokenizer and code next
-    to the source are copied.
+    With ``copied`` the tokenizer and code next to the source are copied.
     """
 
     max_shard_size: int | str = "5GB"
@@ -59,7 +58,6 @@ class SaveRequest:
     adapters_only: bool = False
     merge_adapters: bool = False
     memory_limit: int | None = None
-    beside: Callable[[Path], object] | None = None
     copied: bool = True
     adapter_format: AdapterFormat = PEFT_FORMAT
     renamed: Callable[[str], str] | None = None
@@ -185,8 +183,6 @@ def _model(
             # Without a record the model was not loaded by zerostart: nothing is known to lie beside its
             # weights.
             root = record.catalog.root if record is not None and request.copied else ""
-            if request.beside is not None:
-                request.beside(publication.directory)
             save_settings(inner, publication.directory, root, request.dtype)
     return written, contents
 

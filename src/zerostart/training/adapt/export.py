@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from zerostart.checkpoint.paths import inside
 from zerostart.distributed.world import current_world
 from zerostart.engines import full_shape
 from zerostart.errors import ConfigError
@@ -20,7 +19,7 @@ from zerostart.models import library_of
 from zerostart.state.saving.adapter_formats import PREFIX, adapter_format, diffsynth_names, without
 from zerostart.state.saving.adapters import AdapterFormat
 from zerostart.state.saving.contents import TensorOverrides
-from zerostart.state.saving.save import SaveReport, SaveRequest, save_model
+from zerostart.state.saving.save import SaveRequest, save_model
 from zerostart.training.adapt.ema import Ema
 from zerostart.training.loop.task import Task
 
@@ -33,11 +32,6 @@ EXPORTS = "exports"
 AVERAGE = "ema"
 #: The key of the format, as errors name it.
 _FORMAT = "output.format"
-
-
-def step_folder(directory: Path | str, step: int) -> Path | str:
-    """Where in the output directory the export after ``step`` goes."""
-    return inside(directory, EXPORTS, f"step-{step}")
 
 
 def check_export(model: nn.Module, output: OutputConfig, adapted: bool) -> None:
@@ -104,36 +98,30 @@ def _adapter_format(model: nn.Module, output: OutputConfig, step: int) -> Adapte
 
 
 def export_model(
-    model: nn.Module, task: Task, directory: Path | str, step: int = 0, ema: Ema | None = None
-) -> SaveReport:
-    """Save ``model``, as loaded or as trained in ``step`` steps, with what ``task`` puts beside it.
+    model: nn.Module, task: Task, directory: Path, step: int = 0, ema: Ema | None = None
+) -> None:
+    """Save ``model``, as trained in ``step`` steps, and the files that ``task`` adds; collective.
 
-    In the format of the section ``output``; a model of its own for its average ``ema``. Collective; see
-    ``zerostart.save``. What an earlier run has saved in ``directory`` is replaced once the new is whole.
+    In the format of the section ``output``; a model of its own for its average ``ema``. What an earlier run
+    has saved in ``directory`` is replaced once the new is whole.
     """
     # The model before what completes the directory: an index that stands there names models that are whole.
-    # Pipelines, which have their models in directories of their own, are saved to file systems alone.
-    model_in = task.saved_in(directory) if isinstance(directory, Path) else directory
-    report = _save(model, task, model_in, inside(directory, AVERAGE), step, ema)
+    _save(model, task, task.saved_in(directory), directory / AVERAGE, step, ema)
     world = current_world()
     with world.phase("completing the output directory"):
-        if world.rank == 0 and isinstance(directory, Path):
+        if world.rank == 0:
             task.finish(directory)
-    return report
 
 
-def export_step(model: nn.Module, task: Task, directory: Path | str, ema: Ema | None, step: int) -> None:
+def export_step(model: nn.Module, task: Task, directory: Path, ema: Ema | None, step: int) -> None:
     """Save what ``export_model`` saves into a folder of its own, after ``step`` steps; collective."""
-    folder = step_folder(directory, step)
-    _save(model, task, folder, inside(folder, AVERAGE), step, ema)
+    folder = directory / EXPORTS / f"step-{step}"
+    _save(model, task, folder, folder / AVERAGE, step, ema)
 
 
-def _save(
-    model: nn.Module, task: Task, folder: Path | str, averaged: Path | str, step: int, ema: Ema | None
-) -> SaveReport:
+def _save(model: nn.Module, task: Task, folder: Path, averaged: Path, step: int, ema: Ema | None) -> None:
     # Two saves one after the other, each collective: the average is a model of its own, with its own marker.
     output, adapted = task.config.output, task.config.lora is not None
-    report = save_model(model, folder, save_request(model, output, adapted, step))
+    save_model(model, folder, save_request(model, output, adapted, step))
     if ema is not None:
         save_model(model, averaged, save_request(model, output, adapted, step, ema.overrides))
-    return report
