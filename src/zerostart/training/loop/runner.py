@@ -10,10 +10,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from operator import attrgetter
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
 
 import torch
 
@@ -124,10 +122,15 @@ def _train(config: TrainConfig, directory: Path, resumed: Path | None, world: Wo
     # Parameters that the checkpoint lacks are initialised from the default seed: the same on every rank.
     torch.manual_seed(train.seed)
     model = zerostart.load(
-        **_arguments(config) | {"source": task.source},
-        model=task.builder(),
+        task.source,
+        task.builder(),
+        engine=config.engine.given,
+        zero_stage=config.engine.zero_stage,
         engine_config=engine,
         dtype=dtype,
+        strict=config.model.strict,
+        # With a LoRA on such an engine nobody steps what is frozen.
+        fp32_masters=config.model.fp32_masters and not (config.trains_masters and config.lora is not None),
     )
     # What is trained is held in fp32 all the same; without ``fp32_masters`` it starts from the values that a
     # load in bf16 would have given.
@@ -172,24 +175,6 @@ def _train(config: TrainConfig, directory: Path, resumed: Path | None, world: Wo
         display.say(str(result))
     session.end()
     return result
-
-
-#: The arguments of ``zerostart.load`` that a configuration has, and the key of each.
-LOAD_KEYS = {
-    "source": "model.source",
-    "engine": "engine.given",
-    "zero_stage": "engine.zero_stage",
-    "strict": "model.strict",
-    "fp32_masters": "model.fp32_masters",
-}
-
-
-def _arguments(config: TrainConfig) -> dict[str, Any]:
-    """The arguments of the load that have a key in the configuration."""
-    given = {name: attrgetter(key)(config) for name, key in LOAD_KEYS.items()}
-    if config.trains_masters and config.lora is not None:
-        given["fp32_masters"] = False  # of what is frozen nobody steps any
-    return given
 
 
 @contextmanager
