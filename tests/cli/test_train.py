@@ -69,7 +69,7 @@ def test_two_local_ranks_from_checkpoint_to_checkpoint(config, tmp_path):
     for text in ("initialised", "held-out loss after step 0", "step 2/2  loss", "model saved in"):
         assert text in out, text
     entries = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
-    assert [entry["tokens"] for entry in entries if "tokens" in entry] == [2 * 2 * 16] * 2
+    assert [entry["items"] for entry in entries if "items" in entry] == [2 * 2] * 2
     saved = {path.name for path in (tmp_path / "out").iterdir()}
     assert saved >= {"config.json", "model.safetensors", "tokenizer.json", "metrics.jsonl"}
     assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == ["BertForMaskedLM"]

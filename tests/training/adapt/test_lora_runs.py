@@ -17,13 +17,17 @@ from zerostart.state.converting.convert import export
 TARGETS = ["q_proj", "v_proj", "down_proj"]
 RATE, STEPS, SEED = 1e-2, 4, 42
 AVERAGED = {"decay": 0.9, "warmup": True, "power": 0.7, "evaluate": True}
-SENTENCES = (
-    "the cat sat on the mat",
-    "the dog sat on the cat, and sat",
-    "a mat, a cat.",
-    "and the mat sat on the dog",
-    "the dog sat on a mat",
-    "cat and dog",
+#: Of one length, so that the mean over examples is that over tokens.
+SENTENCES = tuple(
+    sentence.ljust(32, ".")
+    for sentence in (
+        "the cat sat on the mat",
+        "the dog sat on the cat, and sat",
+        "a mat, a cat.",
+        "and the mat sat on the dog",
+        "the dog sat on a mat",
+        "cat and dog",
+    )
 )
 
 
@@ -243,16 +247,14 @@ def test_resuming_on_the_same_ranks_is_exact(engine, checkpoints, given):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["checkpoint", "peft", "diffusers", "model"])
+@pytest.mark.parametrize("form", ["peft", "diffusers"])
 def test_training_goes_on_from_a_lora_file(form, checkpoints, given):
-    """Files of any format, and a run's own checkpoint, of another alpha, give the model that was saved."""
+    """Files of any format, of another alpha, give the model that was saved."""
     path = checkpoints("qwen3")
-    inside = {"checkpoint": f"checkpoints/step-{STEPS:08d}", "model": f"checkpoints/step-{STEPS:08d}/model"}
-    more = {"checkpoint": {"every": STEPS}} if form in inside else {"output": {"format": form}}
-    first = given(path, {"name": "fsdp2"}, "first", lora=LORA, **more)
+    first = given(path, {"name": "fsdp2"}, "first", lora=LORA, output={"format": form})
     result = run_ranks(run, 2, first)[0]
     after = result.held_out[STEPS]
-    second = {**LORA, "alpha": 12, "start_from": str(Path(result.directory, inside.get(form, "")))}
+    second = {**LORA, "alpha": 12, "start_from": result.directory}
     going_on = given(path, {"name": "deepspeed"}, "second", lora=second)
     assert run_ranks(run, 2, going_on)[0].held_out[0] == pytest.approx(after, rel=1e-5)
 
@@ -307,33 +309,6 @@ def test_a_part_of_the_model_is_trained(engine, stage, checkpoints, given):
     assert losses(result) == pytest.approx(expected, rel=1e-5)
     stripped = {name.removeprefix("model."): p.detach() for name, p in trained.items()}
     assert_near(Path(result.directory, "model.safetensors"), stripped)
-
-
-@pytest.mark.slow
-def test_trackers_get_what_a_step_is(checkpoints, given, monkeypatch):
-    """TensorBoard where it is installed, and our table, which goes on with a run; in somebody's home."""
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    sections = {
-        "tracking": {"trackers": ["csv", "tensorboard"], "project": "mine"},
-        "checkpoint": {"every": 2},
-        "resume": "auto",
-    }
-    config = given(checkpoints("qwen3"), {"name": "fsdp2"}, "out", **sections)
-    home = Path(config["output"]["directory"])
-    monkeypatch.setenv("HOME", str(home.parent))
-    config["output"] = {**config["output"], "directory": f"~/{home.name}"}
-    short = {**config, "train": {**config["train"], "steps": 2}}
-    run_ranks(run, 2, short)
-    result = run_ranks(run, 2, config)[0]
-    rows = [line.split(",") for line in Path(result.directory, "metrics.csv").read_text().splitlines()]
-    assert rows[0] == ["step", "key", "value"]
-    told = [(int(step), float(value)) for step, key, value in rows[1:] if key == "loss"]
-    assert told == list(enumerate(losses(result), start=1))
-    found = EventAccumulator(str(Path(result.directory, "mine")))
-    found.Reload()
-    assert len(found.Scalars("loss")) == STEPS
 
 
 @pytest.mark.slow

@@ -13,12 +13,10 @@ from tests.training.loop.test_run import losses, metrics, run
 from tests.training.loop.test_run import values as values
 from zerostart.distributed.world import World
 from zerostart.errors import ConfigError, WriteError
-from zerostart.state.resuming.retention import complete
 from zerostart.training.config.load import parse_config
 from zerostart.training.loop.output_directory import (
     claim_output,
     remove_earlier_run,
-    resumable_checkpoints,
 )
 
 ALONE = World(0, 1, None)
@@ -75,40 +73,6 @@ def untouched(path):
     return found.st_ino, found.st_mode, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
-def test_what_another_run_made_goes_and_nothing_else(tmp_path):
-    folder = tmp_path / "checkpoints"
-    checkpoint(folder, "step-00000001", 1)
-    checkpoint(folder, "by-hand", 1)  # a script's own, by save_state
-    own = [tmp_path / "samples" / "mine", tmp_path / "exports" / "mine", tmp_path / "ema-notes"]
-    for path in (*own, tmp_path / "samples" / "step-00000000", tmp_path / "ema", folder / "mine"):
-        path.mkdir(parents=True)
-    for path in (tmp_path / "exports" / "step-1", tmp_path / "ema"):
-        path.mkdir(parents=True, exist_ok=True)
-        (path / "weights").touch()
-        (path / "zerostart.json").write_text(json.dumps({"format": 1, "files": {"weights": {"bytes": 0}}}))
-    (folder / "log").write_text("another process appends")
-    assert resumable_checkpoints(tmp_path) == [folder / "step-00000001"]
-    remove_earlier_run(tmp_path, None)
-    assert resumable_checkpoints(tmp_path) == []
-    assert sorted(path.name for path in folder.iterdir()) == ["by-hand", "log", "mine"]
-    assert all(path.is_dir() for path in own)
-    assert sorted(path.name for path in tmp_path.rglob("*")) == sorted(
-        [
-            "checkpoints",
-            "log",
-            "by-hand",
-            "state.json",
-            "weights",
-            "mine",
-            "samples",
-            "mine",
-            "exports",
-            "mine",
-            "ema-notes",
-        ]
-    )
-
-
 def test_going_on_from_an_earlier_checkpoint_leaves_no_later_one(tmp_path):
     folder = tmp_path / "checkpoints"
     first, second, third = (checkpoint(folder, f"step-0000000{n}", n) for n in (1, 2, 3))
@@ -120,22 +84,6 @@ def test_going_on_from_an_earlier_checkpoint_leaves_no_later_one(tmp_path):
     assert not third.exists()
     assert sorted(folder.iterdir()) == [own, first, second]
     assert (tmp_path / "samples" / "step-00000000").is_dir()
-
-
-def test_of_checkpoints_that_could_not_be_removed_none_looks_whole(tmp_path, monkeypatch):
-    folder = tmp_path / "checkpoints"
-    checkpoint(folder, "step-00000001", 1)
-
-    def fails(self, missing_ok=False):
-        if self.name == "weights":
-            raise PermissionError(13, "not allowed", str(self))
-        return removed(self, missing_ok)
-
-    removed = Path.unlink
-    monkeypatch.setattr(Path, "unlink", fails)
-    with pytest.raises(WriteError, match="cannot be removed"):
-        remove_earlier_run(tmp_path, None)
-    assert complete(folder) == []
 
 
 def test_files_of_others_stay_wherever_they_are(tmp_path):

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import zerostart
-from tests.ranks import rank_outcomes, run_ranks
+from tests.ranks import run_ranks
 from tests.training.language import CAUSAL
 from zerostart.errors import ConfigError
 from zerostart.training.config.load import parse_config
@@ -116,69 +115,6 @@ def test_reducer_goes_before_the_process_group(checkpoints, values):
     assert run_ranks(wrappers_at_the_end, 2, given) == [[0], [0]]
 
 
-def load_and_export(path, engine, out):
-    from transformers import AutoTokenizer
-
-    from tests.training.language import CausalLanguage
-    from zerostart.training.adapt.export import export_model
-
-    model = zerostart.load(path, engine=engine, progress=False)
-    given = {"model": {"source": str(path)}, "train": {"steps": 1}}
-    given |= {"task": {"name": CAUSAL, "source": "x"}, "output": {"directory": out, "max_shard_size": "20KB"}}
-    task = CausalLanguage(parse_config(given))
-    task.tokenizer = AutoTokenizer.from_pretrained(path.parent / "tokenizer")
-    export_model(model, task, Path(out))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", ["deepspeed", "fsdp2"])
-@pytest.mark.parametrize("kind", ["qwen3", "mixtral"])
-def test_export_is_what_plain_transformers_loads(checkpoints, tokenizer_path, tmp_path, kind, engine):
-    """Tied weights are stored once; experts one by one, as they came, in several files."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    source = checkpoints(kind)
-    if not (source.parent / "tokenizer").exists():
-        (source.parent / "tokenizer").symlink_to(tokenizer_path)
-    run_ranks(load_and_export, 2, source, engine, str(tmp_path))
-    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
-    expected = AutoModelForCausalLM.from_pretrained(source)
-    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
-    assert not any(info.values()), info
-    assert type(loaded) is type(expected)
-    for (name, ours), (other, theirs) in zip(
-        loaded.state_dict().items(), expected.state_dict().items(), strict=True
-    ):
-        assert name == other
-        assert torch.equal(ours, theirs), name
-    stored = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
-    assert ("lm_head.weight" in stored) == (kind != "qwen3")
-    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "float32"
-    assert AutoTokenizer.from_pretrained(tmp_path).eos_token == "</s>"
-
-
-def export_to_a_full_disk(path, out):
-    from zerostart.checkpoint.write.writer import CheckpointWriter
-    from zerostart.errors import WriteError
-
-    def fail(*_):
-        raise WriteError("no space left")
-
-    CheckpointWriter.write = CheckpointWriter.write_rows = fail  # a process of its own: nothing to restore
-    load_and_export(path, "fsdp2", out)
-
-
-@pytest.mark.slow
-def test_a_failed_save_ends_alike_on_every_rank(checkpoints, tokenizer_path, tmp_path):
-    source = checkpoints("qwen3")
-    if not (source.parent / "tokenizer").exists():
-        (source.parent / "tokenizer").symlink_to(tokenizer_path)
-    outcomes = rank_outcomes(export_to_a_full_disk, 2, source, str(tmp_path), timeout=60)
-    assert [outcome.error for outcome in outcomes] == ["zerostart.errors.WriteError"] * 2
-    assert all("no space left" in outcome.message for outcome in outcomes)
-    assert not list(tmp_path.glob("*.safetensors*"))
-
-
 def run_until_rank_one_is_asked_to_stop(values):
     from zerostart.training.loop.progress import Display
 
@@ -277,48 +213,6 @@ def test_what_one_rank_fails_with_is_raised_on_all(checkpoints, values, chosen):
     assert first == second
     for case, message in first.items():
         assert re.match(f"{FAILING[case]}.* / False", message), (case, message)
-
-
-@pytest.mark.slow
-def test_what_is_saved_after_mixed_precision_are_the_master_weights(checkpoints, values):
-    """The last forward of a run, an evaluation, leaves FSDP2's root gathered in bfloat16."""
-    given = values(checkpoints("qwen3"), mixed_precision="bf16", learning_rate=1e-4)
-    (result,) = run_ranks(run, 1, given)
-    tensors = load_file(Path(result.directory, "model.safetensors"))
-    assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
-    assert any(not torch.equal(tensor.bfloat16().float(), tensor) for tensor in tensors.values())
-    assert json.loads(Path(result.directory, "config.json").read_text())["dtype"] == "float32"
-
-
-def run_and_square(values):
-    """The norm that a run of one step tells, and the squares of its own share of what it stepped with."""
-    from torch.optim.optimizer import register_optimizer_step_pre_hook
-
-    squares = []
-
-    def look(optimizer, *_):
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-            if parameter.grad is not None:
-                grad = parameter.grad
-                squares.append(float(getattr(grad, "_local_tensor", grad).double().square().sum()))
-
-    register_optimizer_step_pre_hook(look)  # a process of its own: nothing to restore
-    (entry,) = [one for one in metrics(run(values)) if "loss" in one]
-    return entry["gradient_norm"], sum(squares)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("engine", "stage"), [("fsdp2", 3), ("deepspeed", 3), ("deepspeed", 2)])
-def test_clipping_in_bf16(checkpoints, values, engine, stage):
-    """The norm is that of fp32 but for bf16's rounding, and what is stepped with has the one asked for."""
-    path, options = checkpoints("qwen3"), {"steps": 1, "max_grad_norm": 0.05, "warmup_steps": 0}
-    ((expected, squares),) = run_ranks(run_and_square, 1, values(path, output="one", batch_size=4, **options))
-    assert squares == pytest.approx(0.05**2, rel=1e-4)
-    given = values(path, engine, mixed_precision="bf16", **options)
-    given["engine"] |= {"zero_stage": stage}
-    ranks = run_ranks(run_and_square, 2, given)
-    assert sum(own for _, own in ranks) == pytest.approx(0.05**2, rel=1e-3)
-    assert [norm for norm, _ in ranks] == pytest.approx([expected] * 2, rel=0.02)
 
 
 def test_mistakes_end_the_run_before_the_load(checkpoints, values):

@@ -162,24 +162,6 @@ def test_videos_are_written_to_be_played(tmp_path: Path) -> None:
     assert reds == pytest.approx([0, 0.25, 0.5, 0.75, 1], abs=0.05)
 
 
-def test_videos_are_written_by_what_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A build of FFmpeg without x264, and one that encodes nothing that we know: told before the training."""
-    av = pytest.importorskip("av")
-    from zerostart.training.samples import sampler
-
-    known = dict(sampler._ENCODERS)
-    monkeypatch.setattr(sampler, "_ENCODERS", {"libx265-of-nobody": {}, "mpeg4": known["mpeg4"]})
-    sampler.check_writers(True)
-    path = write_drawn(tmp_path / "clip", torch.rand(3, 3, 16, 16), fps=8)
-    with av.open(str(path)) as container:
-        assert container.streams.video[0].codec_context.name == "mpeg4"
-        assert len(list(container.decode(video=0))) == 3
-    monkeypatch.setattr(sampler, "_ENCODERS", {"libx265-of-nobody": {}, "gif-of-nobody": {}})
-    sampler.check_writers(False)
-    with pytest.raises(ConfigError, match="no encoder of libx265-of-nobody, gif-of-nobody"):
-        sampler.check_writers(True)
-
-
 def test_batches_have_prompts_of_one_shape() -> None:
     lengths = [3, 4, 3, 3, 4, 5]
     prompts = [{"prompt_embeds": torch.zeros(length, 2)} for length in lengths]
