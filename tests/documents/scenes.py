@@ -177,8 +177,7 @@ SCENES = (
     Scene("docs/placements.md", "is_last", {"path/or/hub-id": "qwen3"}, _accumulated, slow=False),
     Scene("docs/placements.md", "nvme", {"path/or/hub-id": "qwen3_wide"}, _common),
     Scene("docs/placements.md", "", MODEL, _common, slow=False),
-    Scene("docs/preemption.md", "", {"path/or/hub-id": "qwen3"}, _trained, slow=False),
     Scene("docs/resuming.md", "", {"path/or/hub-id": "qwen3"}, _trained, slow=False),
     Scene("docs/starting.md", "", {"path/or/hub-id": "qwen3", "path/encoder": "qwen3"}, _started, slow=False),
-    Scene("docs/verify.md", "", {"path/or/hub-id": "qwen3"}, _saved, slow=False),
+    Scene("docs/saving.md", "", {"path/or/hub-id": "qwen3"}, _saved, slow=False),
 )

@@ -132,9 +132,8 @@ SESSIONS = (
     ),
     Session("docs/examples.md", files={"nodes.py": NODES}),
     Session("docs/forecast.md", MIXTURE),
-    Session("docs/convert.md", QWEN),
     Session("docs/training.md", CHECKPOINT, {"CONFIG.yaml": TRAIN}),
-    Session("docs/verify.md", CHECKPOINT, {}, SAVED),
+    Session("docs/saving.md", {**CHECKPOINT, **QWEN}, {}, SAVED),
     Session(
         "docs/quickstart.md", QWEN, {"script.py": LOAD.replace("CHECKPOINT", "Qwen/Qwen3-0.6B")}, python=True
     ),

@@ -202,7 +202,7 @@ def digest(model: nn.Module) -> dict[str, str]:
     Collective. 34 hexadecimal digits of dtype, shape and bits that are the same for every layout, engine,
     stage and number of ranks, experts whole, and those that files of the same tensors have. ``model`` is as
     in ``save``. Each rank reads its own share, where it lies, and one message goes round. See
-    ``docs/verify.md``.
+    ``docs/saving.md``.
 
     Raises:
         ZerostartError: the same type and text on every rank; EngineError for experts of DeepSpeed's own MoE.
@@ -257,7 +257,7 @@ def convert(
     """Write the weights of a checkpoint of any readable format in another one, in bounded memory.
 
     One process does it, or the ranks of a job together. No model is loaded. ``out`` appears whole or not at
-    all. See ``docs/convert.md``.
+    all. See ``docs/saving.md``.
 
     Args:
         source: a directory, a file, a hub id or a URL, of a model, a training checkpoint or a run.

@@ -32,7 +32,7 @@ def byte_key(place: int, column: int) -> int:
 
 
 def by_the_formula(dtype: str, shape: Sequence[int], data: bytes, first: int = 0) -> str:
-    """The digest as docs/verify.md has it, in integers of Python alone; before byte ``first`` are zeros."""
+    """The digest of docs/specs/digest.md, in integers of Python alone; before byte ``first`` are zeros."""
     keys = [[byte_key(place, column) for column in range(COLUMNS)] for place in range(ROW)]
     sums: dict[int, list[int]] = {}
     for number, byte in enumerate(data, first):
