@@ -76,38 +76,46 @@ def printable(text: str) -> str:
     return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
-def printable_lines(text: str) -> str:
-    """Escape control characters in each line of ``text`` and keep the lines, see ``printable``."""
-    return "\n".join(map(printable, text.split("\n")))
+#: What may be secret in URLs, requests and responses: a user and password; a query; a header with
+#: credentials; a parameter that signs a request without a URL; a token.
+_SECRETS = (
+    (r"://[^/\s]*@", "://"),
+    (r"(\b[A-Za-z][A-Za-z0-9+.-]*://[^\s?)'\"]+)\?[^\s'\"]*", r"\1"),
+    (r"(?i)(authorization|x-amz-security-token|cookie)([\"']?\s*[:=]).*", r"\1\2 ***"),
+    (
+        r"(?i)([?&](x-amz-|x-goog-)?(sig(nature)?|credential|[a-z-]*token|[a-z]*keyid))=[^\s&\"'<>]+",
+        r"\1=***",
+    ),
+    (r"\bBearer [\w.~+/=-]+|\bhf_[A-Za-z0-9]{20,}", "***"),
+)
 
 
-def without_passwords(text: str) -> str:
-    """``text`` with URLs that have no user and no password in them."""
-    return re.sub(r"://[^/\s]*@", "://", text)
+def without_secrets(text: str) -> str:
+    """Remove from ``text`` what may be secret: passwords, and what signs or authorises a request."""
+    for pattern, instead in _SECRETS:
+        text = re.sub(pattern, instead, text)
+    return text
 
 
 def printable_record(record: logging.LogRecord) -> bool:
-    """Filter of a logger: make the text of a record harmless, and let it pass.
-
-    ``printable_lines`` and ``without_passwords`` do it.
-    """
-    record.msg, record.args = printable_lines(without_passwords(record.getMessage())), ()
+    """Make the text of a log record one harmless line without secrets, and let it pass."""
+    record.msg, record.args = printable(without_secrets(record.getMessage())), ()
     return True
 
 
 class ZerostartError(Exception):
-    """Root of all errors that zerostart raises; as a text it is fit for a terminal (``printable``).
+    """Root of all errors that zerostart raises; as a text it is one line that is fit for a terminal.
 
-    ``str(error)`` is the message alone, and no URL in it has a password. A note (``__notes__``) below it in a
-    traceback has ``help_url``.
+    ``str(error)`` is the message alone, without secrets (``without_secrets``) and control characters
+    (``printable``). A note (``__notes__``) below it in a traceback has ``help_url``.
     """
 
     def __init__(self, *args: object) -> None:
-        super().__init__(*(without_passwords(one) if isinstance(one, str) else one for one in args))
+        super().__init__(*(without_secrets(one) if isinstance(one, str) else one for one in args))
         self.add_note(f"See {self.help_url}")
 
     def __str__(self) -> str:
-        return printable_lines(super().__str__())
+        return printable(super().__str__())
 
     @property
     def help_url(self) -> str:
@@ -175,20 +183,24 @@ class CoverageError(ZerostartError, ValueError):
     """The checkpoint does not cover the model exactly.
 
     ``missing`` and ``unexpected`` are names; ``mismatched`` maps a name to the shape that the
-    checkpoint gives and the shape that the model has.
+    checkpoint gives and the shape that the model has. A message of several lines is a list of them.
     """
 
     def __init__(
         self,
-        message: str,
+        message: str | Sequence[str],
         missing: Sequence[str] = (),
         unexpected: Sequence[str] = (),
         mismatched: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] | None = None,
     ) -> None:
-        super().__init__(message)
+        super().__init__("\n".join(map(printable, [message] if isinstance(message, str) else message)))
         self.missing = tuple(missing)
         self.unexpected = tuple(unexpected)
         self.mismatched = dict(mismatched or {})
 
+    def __str__(self) -> str:
+        return str(self.args[0])
+
     def __reduce__(self) -> tuple[object, ...]:
-        return (type(self), (self.args[0], self.missing, self.unexpected, self.mismatched))
+        lines = str(self).split("\n")
+        return (type(self), (lines, self.missing, self.unexpected, self.mismatched))

@@ -9,7 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from zerostart.errors import ConfigError, without_passwords
+from zerostart.errors import ConfigError, without_secrets
 
 
 def expanded(path: str | os.PathLike[str]) -> Path:
@@ -60,16 +60,10 @@ def shown_url(path: str) -> str:
     return without_secrets(path.partition("?")[0]) if scheme_of(path) else path
 
 
-def without_secrets(text: str) -> str:
-    """Words of a library without what may be secret in their URLs: a password, and what signs a request."""
-    return re.sub(r"(\b[A-Za-z][A-Za-z0-9+.-]*://[^\s?)]+)\?\S*", r"\1", without_passwords(text))
-
-
 def shown_record(record: Any) -> str:
-    """The ``repr`` of a dataclass that names a place: URLs in it without what may be secret in them."""
-    named = ((one.name, getattr(record, one.name)) for one in fields(record))
-    told = (f"{name}={(shown_url(value) if isinstance(value, str) else value)!r}" for name, value in named)
-    return f"{type(record).__name__}({', '.join(told)})"
+    """The ``repr`` of a dataclass that names a place, without secrets."""
+    named = (f"{one.name}={getattr(record, one.name)!r}" for one in fields(record) if one.repr)
+    return without_secrets(f"{type(record).__name__}({', '.join(named)})")
 
 
 _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://.+", re.DOTALL)

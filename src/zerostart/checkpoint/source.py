@@ -21,7 +21,7 @@ from zerostart.checkpoint.formats.weights import (
     shards_of,
     storage_catalog,
 )
-from zerostart.checkpoint.paths import expanded, shown_url, wait_for, without_secrets
+from zerostart.checkpoint.paths import expanded, shown_url, wait_for
 from zerostart.checkpoint.storage import scheme_of, storage_at
 from zerostart.checkpoint.storage.files import FileState
 from zerostart.checkpoint.storage.local import LocalFiles
@@ -147,23 +147,23 @@ def download(source: str, classes: Collection[str] = ()) -> Path:
             f"{missing} ({huggingface_hub.constants.HF_HUB_CACHE}), and {where} {fault}; "
             f"fetch it where there is a network (hf download {identifier}), and copy the cache or name "
             "the directory"
-        ) from error
+        ) from None  # the hub's error may repeat the request
     except HfHubHTTPError as error:
         raise CheckpointNotFoundError(
             f"{missing}, and {where} does not give this model ({_line(error)}); look for a mistake in its "
             "name, or accept its licence on its page and log in with hf auth login"
-        ) from error
+        ) from None
     except (ZerostartError, ImportError):
         raise
     except Exception as error:  # a connection that breaks off, by whatever client it is; a disk that is full
         raise ReadError(
             f"fetching {source} from {where} broke off ({type(error).__name__}: {_line(error)}); start "
             "again: what has come stays in the local hub cache"
-        ) from error
+        ) from None
 
 
 def _line(error: BaseException) -> str:
-    return without_secrets(next(iter(str(error).strip().splitlines()), type(error).__name__))
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _snapshot(identifier: str, revision: str) -> Path:

@@ -94,7 +94,7 @@ def agreed_since(error: BaseException, moment: int) -> BaseException | None:
 
 def _text(failure: BaseException) -> str:
     try:
-        return str(failure)
+        return str(failure) if isinstance(failure, ZerostartError) else " ".join(str(failure).split())
     except Exception:
         return "an error whose text cannot be had"
 

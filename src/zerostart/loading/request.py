@@ -13,6 +13,7 @@ import torch
 
 from zerostart import engines
 from zerostart.checkpoint.catalog import Catalog
+from zerostart.checkpoint.paths import shown_record
 from zerostart.distributed.world import default_device
 from zerostart.engines import Engine
 from zerostart.errors import ConfigError, ZerostartError
@@ -63,6 +64,8 @@ class Request:
     reinitialise_mismatched: bool = False
     #: Reason for the choice of ``engine``, for reports.
     engine_reason: str = ""
+
+    __repr__ = shown_record
 
     def read(self) -> Request:
         """Check the argument types, and read dtype and configuration. Raises ConfigError."""

@@ -9,7 +9,7 @@ from difflib import get_close_matches
 
 import torch
 
-from zerostart.errors import BuildError, CoverageError, printable
+from zerostart.errors import BuildError, CoverageError
 from zerostart.geometry import Box, Piece
 from zerostart.recipe.values import Computed
 
@@ -133,7 +133,7 @@ class Coverage:
             )
             lines += _listed("unexpected", self.unexpected[:SHOWN], self.unexpected)
         lines.append(self._remedy(converted))
-        raise CoverageError("\n".join(lines), self.missing, self.unexpected, self.mismatched)
+        raise CoverageError(lines, self.missing, self.unexpected, self.mismatched)
 
     def _with_nearest(self, name: str) -> str:
         # Bounded: the search takes a time that grows with both lists, and a message is all that it is for.
@@ -190,4 +190,4 @@ def _listed(kind: str, shown: Sequence[str], of: Sequence[str] | None = None) ->
         return []
     rest = total - min(total, SHOWN)
     tail = [f"    ... and {rest} more"] if rest else []
-    return [f"  {kind} ({total}):", *(f"    {printable(line)}" for line in shown[:SHOWN]), *tail]
+    return [f"  {kind} ({total}):", *(f"    {line}" for line in shown[:SHOWN]), *tail]

@@ -37,6 +37,13 @@ class Driver(Protocol):
         ...
 
 
+class _Redirects(urllib.request.HTTPRedirectHandler):
+    """Turns a redirect into an error: a server does not choose the addresses that zerostart asks."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
 class Server:
     """A server at ``http://HOST:PORT``; raises PeerError for any answer but success."""
 
@@ -44,6 +51,7 @@ class Server:
         """``missing`` says what to do if a route is missing."""
         self.address = address.rstrip("/")
         self._missing = missing
+        self._opener = urllib.request.build_opener(_Redirects)
 
     def call(self, route: str, body: Mapping[str, Any] | None = None, timeout: float | None = None) -> Any:
         """Post ``body``, or ask for something without one.
@@ -55,13 +63,13 @@ class Server:
             f"{self.address}/{route}", data, {"Content-Type": "application/json"}
         )
         try:
-            with urllib.request.urlopen(request, timeout=timeout) as answer:
+            with self._opener.open(request, timeout=timeout) as answer:
                 text = answer.read()
         except urllib.error.HTTPError as error:
             if error.code == 404 and self._missing:
-                raise PeerError(f"{self.address}/{route} answers 404: {self._missing}") from error
+                raise PeerError(f"{self.address}/{route} answers 404: {self._missing}") from None
             said = error.read(2000).decode(errors="replace")
-            raise PeerError(f"{self.address}/{route} answers {error.code}: {said}") from error
+            raise PeerError(f"{self.address}/{route} answers {error.code}: {said}") from None
         except OSError as error:
             raise PeerError(f"{self.address}/{route} does not answer: {error}") from error
         return json.loads(text) if text.startswith(b"{") else {}

@@ -503,6 +503,8 @@ def error_text(error: Exception) -> str:
         address, reason = _ADDRESS.search(debugging), reasons[-1]
         words = reason[1] or f"{'certificate' if reason[2] == 'Certificate' else 'no TLS'}: {reason[3]}"
         text += f" ({address[1] + ': ' if address else ''}{words})"
-    if "<Code>" in text:  # the rest of the response may contain a token
-        text = text.partition("<")[0] + ": ".join(re.findall(r"<(?:Code|Message)>([^<]*)", text))
+    # The body of a response may repeat the request with its credentials: keep only the name of its error.
+    if answer := re.match(r".*?status code: [\w '-]+", text, re.DOTALL):
+        code = re.search(r"<Code>(\w{1,60})</Code>", text)
+        text = answer[0] + (f": {code[1]}" if code else "")
     return without_secrets(" ".join(text.split()))[:400]

@@ -57,7 +57,7 @@ def push(
             raise WriteError(
                 f"{os.fspath(path)} is saved, but not pushed to {repo_id}: {_reason(error)}; log in with hf "
                 "auth login, and upload it with hf upload"
-            ) from error
+            ) from None  # the hub's error may repeat the request
         return str(made)
 
     return world.broadcast_slow(upload, f"pushing to {repo_id}")

@@ -7,6 +7,8 @@ from typing import Annotated, Any, ClassVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
+from zerostart.errors import without_secrets
+
 #: The largest integer that torch holds (int64).
 _MAX_INT = 2**63 - 1
 Count = Annotated[int, Field(ge=0, le=_MAX_INT)]
@@ -32,6 +34,12 @@ class Section(BaseModel):
     )
 
     path_keys: ClassVar[frozenset[str]] = frozenset()
+
+    def __repr__(self) -> str:
+        return without_secrets(super().__repr__())
+
+    def __str__(self) -> str:
+        return without_secrets(super().__str__())
 
     def comparable(self, without: frozenset[str] = frozenset()) -> dict[str, Any]:
         """Its values as JSON has them, but for paths and the keys ``without``."""
