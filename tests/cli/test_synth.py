@@ -43,6 +43,7 @@ def qwen3_tied(folder: Path) -> Path:
         "deepseek_v3",
         "bert",
         "t5",
+        "inkling2_text",
     ],
 )
 def test_transformers_loads_and_runs_it(model_type: str, tmp_path: Path) -> None:
@@ -54,6 +55,8 @@ def test_transformers_loads_and_runs_it(model_type: str, tmp_path: Path) -> None
     kind = getattr(transformers, made.architecture)
     model, info = kind.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(info.values()), info
+    # Heads cut their logits at the vocabulary without padding.
+    assert getattr(model.config, "unpadded_vocab_size", 0) <= model.config.vocab_size
     assert str(model.dtype) == ("torch.float32" if model_type == "qwen3" else "torch.bfloat16")
     inputs = {"input_ids": torch.arange(12).reshape(2, 6)}
     if model.config.is_encoder_decoder:

@@ -30,6 +30,10 @@ class OwnModel(PreTrainedModel):
     config_class = OwnConfig
     def __init__(self, config):
         super().__init__(config)
+        # Values of tensors, as constructors of InternVL, MiniCPM and others read them.
+        self.rates = [x.item() for x in torch.linspace(0, 0.5, 3)] + torch.arange(3.0).div(2).tolist()
+        self.steps = int((torch.ones(4) * torch.tensor([1, 2, 3, 4])).sum())
+        self.positive = bool(torch.full((1,), 3) > 2)
         self.layer = torch.nn.Linear(config.width, config.width)
         self.post_init()
     def _init_weights(self, module):
@@ -82,12 +86,20 @@ def test_code_that_is_trusted_is_run(checkpoint: Path, capsys: pytest.CaptureFix
         assert tensor is not None
         assert torch.equal(tensor, WEIGHTS[name])
     assert type(model).__name__.endswith("OwnModel")
+    assert (model.rates, model.steps, model.positive) == ([0.0, 0.25, 0.5, 0.0, 0.5, 1.0], 10, True)
     planned = zerostart.plan(str(checkpoint), 2, trust_remote_code=True)
     assert sum(rank.read_bytes for rank in planned.ranks) >= 80
     with pytest.raises(SystemExit) as ended:
         main(["plan", str(checkpoint), "--world-size", "2", "--trust-remote-code", "--json"])
     assert not ended.value.code
     assert json.loads(capsys.readouterr().out)["parameters"] == 20
+
+
+def test_a_random_value_in_a_constructor_is_refused(checkpoint: Path) -> None:
+    code = checkpoint / "own.py"
+    code.write_text(code.read_text().replace("torch.full((1,), 3)", "torch.rand(1)"))
+    with pytest.raises(BuildError, match=r"OwnModel cannot be built on the meta device.*values of tensors"):
+        zerostart.load(str(checkpoint), engine="fsdp2", progress=False, trust_remote_code=True)
 
 
 def test_what_is_asked_inside_is_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

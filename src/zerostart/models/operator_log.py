@@ -190,6 +190,9 @@ class OperatorLog(TorchDispatchMode):
     ) -> object:
         """Run the operator on meta and note it, if a meta tensor comes out of it or is changed by it."""
         kwargs = kwargs or {}
+        if self._asks_values(func, args, kwargs):
+            with torch._C.DisableTorchFunction():
+                return func(*self.values([args[0]], torch.device("cpu")), *args[1:], **kwargs)
         given = (args, kwargs)
         # What looks at a tensor in here is no part of the construction, and nothing for function modes.
         with torch._C.DisableTorchFunction():
@@ -206,6 +209,12 @@ class OperatorLog(TorchDispatchMode):
                 kept_args, kept_kwargs = given if changing else tree_map(_snapshot, given)
                 self.ops.append(Op(func, kept_args, kept_kwargs, tree_map(_snapshot, result)))
         return result
+
+    def _asks_values(self, func: OpOverload, args: Arguments, kwargs: Keywords) -> bool:
+        """True for ``item()`` or ``tolist()`` of a meta tensor that no random call leads to."""
+        to_host = func is aten._to_copy.default and kwargs.get("device") == torch.device("cpu")
+        asks = to_host or func is aten._local_scalar_dense.default
+        return asks and _is_meta(args[0]) and not self.draws(args[0])
 
     def values(
         self,

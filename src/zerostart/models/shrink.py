@@ -14,7 +14,7 @@ from zerostart.checkpoint.strict_json import JsonObject
 #: Names of sizes by what they shrink to; a smaller value stays. The vocabulary is odd on purpose, so that
 #: no even number of ranks divides it; everything else keeps the relations that models check.
 _TINY: Mapping[int, tuple[str, ...]] = {
-    257: ("vocab_size", "vocab_size_per_layer_input", "n_words"),
+    257: ("vocab_size", "unpadded_vocab_size", "vocab_size_per_layer_input", "n_words"),
     128: (
         *("intermediate_size", "intermediate_size_mlp", "n_inner", "d_inner", "ffn_dim", "d_ff", "mlp_dim"),
         *("encoder_ffn_dim", "decoder_ffn_dim", "ffn_hidden_size", "mamba_d_ssm"),
