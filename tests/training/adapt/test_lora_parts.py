@@ -148,6 +148,88 @@ def test_files_that_are_gone_on_from(tmp_path: Path) -> None:
             start_from(refused, wanted, given, current_world())
 
 
+#: By family, names of modules in other tools' files, and the modules of diffusers that their rows make up.
+QKV = ("to_q", "to_k", "to_v")
+ADDED = ("add_q_proj", "add_k_proj", "add_v_proj")
+FLUX = {
+    "double_blocks.0.img_attn.qkv": [f"transformer_blocks.0.attn.{one}" for one in QKV],
+    "double_blocks.0.txt_attn.qkv": [f"transformer_blocks.0.attn.{one}" for one in ADDED],
+    "double_blocks.0.img_attn.proj": ["transformer_blocks.0.attn.to_out.0"],
+    "double_blocks.0.txt_mlp.2": ["transformer_blocks.0.ff_context.net.2"],
+    "single_blocks.0.linear1": [
+        *(f"single_transformer_blocks.0.attn.{one}" for one in QKV),
+        "single_transformer_blocks.0.proj_mlp",
+    ],
+    "single_blocks.0.linear2": ["single_transformer_blocks.0.proj_out"],
+}
+Z_IMAGE = {
+    "layers.0.attention.qkv": [f"layers.0.attention.{one}" for one in QKV],
+    "layers.0.attention.out": ["layers.0.attention.to_out.0"],
+    "context_refiner.0.feed_forward.w2": ["context_refiner.0.feed_forward.w2"],
+}
+FLUX2 = {
+    "double_blocks.0.img_attn.qkv": [f"transformer_blocks.0.attn.{one}" for one in QKV],
+    "double_blocks.0.txt_mlp.0": ["transformer_blocks.0.ff_context.linear_in"],
+    "single_blocks.0.linear1": ["single_transformer_blocks.0.attn.to_qkv_mlp_proj"],
+}
+HUNYUAN = {
+    "double_blocks.0.img_attn_qkv": [f"transformer_blocks.0.attn.{one}" for one in QKV],
+    "double_blocks.0.txt_attn_qkv": [f"transformer_blocks.0.attn.{one}" for one in ADDED],
+    "double_blocks.0.img_mlp.fc1": ["transformer_blocks.0.ff.net.0.proj"],
+    "single_blocks.0.linear1": FLUX["single_blocks.0.linear1"],
+}
+LTX2 = {"patchify_proj": ["proj_in"], "transformer_blocks.0.attn1.to_q": ["transformer_blocks.0.attn1.to_q"]}
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "tool"),
+    [
+        ("flux.1", FLUX, "kohya"),
+        ("flux.1", FLUX, "comfyui"),
+        ("z-image", Z_IMAGE, "kohya"),
+        ("z-image", Z_IMAGE, "comfyui"),
+        ("flux.2 dev", FLUX2, "kohya"),
+        ("flux.2 dev", FLUX2, "comfyui"),
+        ("hunyuan-video", HUNYUAN, "comfyui"),
+        ("ltx-2", LTX2, "comfyui"),
+    ],
+)
+def test_files_of_other_tools_with_fused_modules(
+    family: str, layout: dict[str, list[str]], tool: str, tmp_path: Path
+) -> None:
+    """Rows of the product of a fused module are those of its parts, whose first factor they share."""
+    torch.manual_seed(4)
+    model = COMPONENTS[family].build()
+    config = LoraConfig(rank=2, alpha=8, targets=[name for parts in layout.values() for name in parts])
+    names = add_lora(model, config, 3)
+    rows = {name: model.get_submodule(name).base_layer.out_features for name in names}
+    tensors: dict[str, torch.Tensor] = {}
+    expected: dict[str, torch.Tensor] = {}
+    for module, parts in layout.items():
+        a = torch.randn(2, model.get_submodule(parts[0]).base_layer.in_features)
+        b = torch.randn(sum(rows[part] for part in parts), 2)
+        scale = 3.0 if tool == "kohya" else 1.0
+        expected |= dict(zip(parts, (b @ a * scale).split([rows[part] for part in parts]), strict=True))
+        if tool == "kohya":
+            named = f"lora_unet_{module.replace('.', '_')}"
+            tensors |= {f"{named}.lora_down.weight": a, f"{named}.lora_up.weight": b}
+            tensors[f"{named}.alpha"] = torch.tensor(6.0)
+        else:
+            named = f"diffusion_model.{module}"
+            tensors |= {f"{named}.lora_A.weight": a, f"{named}.lora_B.weight": b}
+    save_file(tensors, tmp_path / "file.safetensors")
+    start_from(model, names, config.model_copy(update={"start_from": str(tmp_path)}), current_world())
+    for name in names:
+        delta = model.get_submodule(name).get_delta_weight("default")
+        torch.testing.assert_close(delta, expected[name], msg=name)
+    # What fits no module is an error with a way out, whatever converts it.
+    save_file(
+        tensors | {"x.lora_A.weight": a.clone(), "x.lora_B.weight": b.clone()}, tmp_path / "file.safetensors"
+    )
+    with pytest.raises(CheckpointError, match=r"does not fit lora\.targets.*save_lora_weights"):
+        start_from(model, names, config.model_copy(update={"start_from": str(tmp_path)}), current_world())
+
+
 @pytest.mark.parametrize(
     "rules",
     [

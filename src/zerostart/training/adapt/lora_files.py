@@ -1,6 +1,7 @@
 """Start a LoRA training from the values of another one, which a file has.
 
 Files of PEFT, diffusers and DiffSynth hold the two factors of each adapted module under names of their own.
+Other names (kohya, ComfyUI), and modules that are fused there, are converted by diffusers.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ import hashlib
 import logging
 import math
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections import ChainMap
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from zerostart.errors import CheckpointError, CheckpointNotFoundError, ConfigErr
 from zerostart.state.saving.adapter_formats import PREFIX, names_for
 from zerostart.training.adapt.lora import ADAPTER
 from zerostart.training.config.configuration import LoraConfig
+from zerostart.upstream.diffusers.weights import is_diffusers, lora_converter
 
 logger = logging.getLogger("zerostart")
 
@@ -32,6 +35,19 @@ _FILES = ("adapter_model.safetensors", "pytorch_lora_weights.safetensors")
 #: Starts of the names of modules: PEFT's, diffusers' (two), DiffSynth's.
 _BEFORE = ("base_model.model.", "transformer.", "diffusion_model.", PREFIX)
 _FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<kind>A|B|down|up)(\.[^.]+)?\.weight")
+#: Spellings of the two factors, and starts of names whose dots are underscores (kohya).
+_SPELLINGS = (("lora_A", "lora_B"), ("lora_down", "lora_up"))
+_FLAT = ("lora_unet_", "lora_te", "lora_transformer_")
+#: Fused modules in files, and their parts in diffusers, in the order of their rows: what its converters leave
+#: fused (Z-Image), or split only at the sizes of one release (FLUX.1).
+_FUSED = (
+    (
+        r"(?:base_model\.model\.)?(?:diffusion_model\.|lora_unet_)?single_blocks[._](\d+)[._]linear1",
+        r"single_transformer_blocks.\1.attn.to_q single_transformer_blocks.\1.attn.to_k "
+        r"single_transformer_blocks.\1.attn.to_v single_transformer_blocks.\1.proj_mlp",
+    ),
+    (r"(?:transformer\.)?(.+)\.qkv", r"\1.to_q \1.to_k \1.to_v"),
+)
 #: Key of diffusers' configuration of an adapter in the header of its file.
 _METADATA = "lora_adapter_metadata"
 
@@ -67,7 +83,7 @@ def start_from(model: nn.Module, adapted: Iterable[str], config: LoraConfig, wor
             raise CheckpointError(
                 f"{named} does not fit lora.targets: it lacks {len(missing)} of their "
                 f"adapters, and has {len(unexpected)} others, such as {(missing or unexpected)[0]}; "
-                "set the targets that it was trained with"
+                "set the targets that it was trained with, or save it with diffusers' save_lora_weights"
             )
         with torch.no_grad():
             for name, pair in factors.items():
@@ -177,6 +193,55 @@ def _scaling(rank: int, alpha: float | None, metadata: Mapping[str, object], nam
 
 
 def _match_modules(
+    found: Mapping[str, Factors], adapted: list[str], model: nn.Module
+) -> tuple[dict[str, Factors], list[str]]:
+    """Return the factors by the names of adapted modules, and the names in the file that match none."""
+    matched = _match_names(found, adapted, model)
+    if matched[1] and is_diffusers(model):
+        converted = (_match_names(factors, adapted, model) for factors in _convert(found, model))
+        return next((other for other in converted if not other[1]), matched)
+    return matched
+
+
+def _convert(found: Mapping[str, Factors], model: nn.Module) -> Iterator[Mapping[str, Factors]]:
+    """Yield the factors under diffusers' names, as it converts each of the two spellings of factors."""
+    parts, others = _split(found, model)
+    convert = lora_converter(model)
+    for spelling in _SPELLINGS if convert is not None else ():
+        tensors: dict[str, torch.Tensor] = {}
+        for name, pair in others.items():
+            plain = name.removeprefix(_BEFORE[0]).removeprefix("diffusion_model.")
+            module = name if name.startswith(_FLAT) else f"diffusion_model.{plain}"
+            # In float32, and with the scale in the second factor: alpha is the rank.
+            factors = (pair.a.float(), pair.b.float() * pair.scaling)
+            tensors |= {f"{module}.{key}.weight": one for key, one in zip(spelling, factors, strict=True)}
+            if spelling == _SPELLINGS[1]:
+                tensors[f"{module}.alpha"] = torch.tensor(float(pair.a.shape[0]))
+        try:
+            converted = convert(tensors) if tensors else {}
+        except Exception as error:  # of any type, for names that this spelling does not have
+            logger.debug("diffusers does not convert the LoRA file: %s", error)
+            continue
+        yield parts | dict(ChainMap(*_split(_parse(converted, {}, "the converted LoRA file"), model)))
+
+
+def _split(found: Mapping[str, Factors], model: nn.Module) -> tuple[dict[str, Factors], dict[str, Factors]]:
+    """Return the parts of fused modules that diffusers' converters leave whole, and the other factors."""
+    parts: dict[str, Factors] = {}
+    others: dict[str, Factors] = {}
+    for name, pair in found.items():
+        names = next((m.expand(p).split() for f, p in _FUSED if (m := re.fullmatch(f, name))), [])
+        layers: list[Any] = [dict(model.named_modules()).get(part) for part in names]
+        rows = [layer.lora_B[ADAPTER].weight.shape[0] for layer in layers if hasattr(layer, "lora_B")]
+        if len(rows) == len(names) > 0 and sum(rows) == pair.b.shape[0]:
+            split = zip(names, pair.b.split(rows), strict=True)
+            parts |= {part: replace(pair, b=b) for part, b in split}
+        else:
+            others[name] = pair
+    return parts, others
+
+
+def _match_names(
     found: Mapping[str, Factors], adapted: list[str], model: nn.Module
 ) -> tuple[dict[str, Factors], list[str]]:
     names = names_for(model)

@@ -109,6 +109,20 @@ def original_release(shapes: Mapping[str, Sequence[int]]) -> tuple[str, str | No
     return place["pretrained_model_name_or_path"], place.get("subfolder")
 
 
+def lora_converter(model: object) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] | None:
+    """Return diffusers' function from LoRA tensors of other tools to its own names, or None."""
+    require()
+    from diffusers import loaders
+
+    for kind in type(model).__mro__:  # FSDP2 gives models a class of their own
+        family = kind.__name__.partition("Transformer")[0]
+        for name in (family, family.removesuffix("Video")):
+            mixin = getattr(loaders, f"{name}LoraLoaderMixin", None)
+            if mixin is not None:
+                return mixin.lora_state_dict
+    return None
+
+
 def component_folder(kind: type) -> str | None:
     """The folder of a pipeline in which the class is, by diffusers' table; None where it does not say."""
     return _single_file_entry(kind).get("default_subfolder")
