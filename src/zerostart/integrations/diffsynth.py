@@ -26,6 +26,7 @@ from zerostart.state.resuming.load_state import planned_reads
 from zerostart.state.saving.writing import agreed_place, plain, publishing, write_tensors
 from zerostart.transfer import Progress
 from zerostart.transfer.collective import execute_together
+from zerostart.upstream.deepspeed.zero3_start import keep_whole
 from zerostart.upstream.types import Accelerator, ModelLogger, TrainingModule
 
 if TYPE_CHECKING:
@@ -51,8 +52,16 @@ class DiffSynthLoad(InterceptedLoad):
     function = "load_model"
 
     @property
+    def _stays_whole(self) -> bool:
+        """True for an autoencoder at ZeRO-3: it is small, and ranks call it unequally often."""
+        sharded = self._setup.family.owns_optimizer and not self._setup.whole
+        return sharded and "VAE" in self.arguments["model_class"].__name__
+
+    @property
     def _left_to_diffsynth(self) -> bool:
         given = self.arguments
+        if self._stays_whole:
+            return True
         if given["module_map"] is None and given["quantize"] is None:
             return False
         on_disk = given["quantize"] is None and given["vram_config"]["offload_device"] == "disk"
@@ -71,7 +80,10 @@ class DiffSynthLoad(InterceptedLoad):
         """
         if self._left_to_diffsynth:
             with engines.contexts_aside():
-                return original()
+                model = original()
+            if self._stays_whole:
+                keep_whole(model)
+            return model
         given, setup = self.arguments, self._setup
         asked: torch.dtype | None = given["torch_dtype"]
         # DeepSpeed trains what it gets; accelerate's FSDP2 fp32 copies, wherever the precision is mixed.

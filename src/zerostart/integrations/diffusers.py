@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import sys
 import weakref
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 
 from zerostart.checkpoint.formats.pipeline import Component, components
+from zerostart.checkpoint.paths import shown_record
 from zerostart.checkpoint.source import Files, resolve_source
 from zerostart.checkpoint.strict_json import read_json
 from zerostart.checkpoint.usual_names import PIPELINE_INDEX
@@ -39,6 +41,8 @@ from zerostart.upstream.types import Pipeline
 
 if TYPE_CHECKING:
     from diffusers import ModelMixin
+
+logger = logging.getLogger("zerostart")
 
 
 class DiffusersLoad(InterceptedLoad):
@@ -104,6 +108,8 @@ class PipelineRequest:
     parallel_config: object = None
     without: Sequence[str] = ()
 
+    __repr__ = shown_record
+
 
 def _check_kinds(request: PipelineRequest) -> None:
     for key, kinds, wanted in (
@@ -132,6 +138,12 @@ def load_pipeline(request: PipelineRequest) -> Any:
         models: dict[str, nn.Module] = {}
         for component in found:
             placement = placements[component.name]
+            if placement.kind == "shard" and "Autoencoder" in component.kind and world.rank == 0:
+                logger.warning(
+                    "%s (%s) is sharded, so all ranks have to call it equally often: for clips of different "
+                    "lengths pass placement={%r: 'replicate'}",
+                    *(component.name, component.kind, component.name),
+                )
             if not placement.brought_in:
                 models[component.name] = _placed(request, component, kinds, placement)
         window = _window(request, device, allocated_bytes(device) - before)

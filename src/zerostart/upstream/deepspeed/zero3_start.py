@@ -7,6 +7,7 @@ import functools
 import logging
 import os
 import sys
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from types import ModuleType
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from zerostart.upstream.deepspeed.zero3_partitions import mark_leaves
 from zerostart.upstream.guard import Function, Use, demand, misfit
 from zerostart.upstream.patches import RefCountedPatches, replaced
 from zerostart.upstream.types import Arguments, Keywords
@@ -184,6 +186,26 @@ class SharedZeroGradients(TorchFunctionMode):
 # DeepSpeed prints the whole model when ZeRO-3 begins. Modules of DiffSynth-Studio fail to print.
 
 _MODULE = "deepspeed.runtime.engine"
+#: Models that stay whole on every rank while they are frozen.
+_kept_whole: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def keep_whole(model: nn.Module) -> None:
+    """Keep ``model`` whole in an engine at ZeRO-3, unless it is trained.
+
+    Ranks may then call it unequally often.
+    """
+    _kept_whole.add(model)
+    keep_printable(model)
+
+
+def _hide(model: nn.Module, device: torch.device) -> None:
+    """Make parameters buffers, and the model a leaf, which DeepSpeed neither partitions nor hooks."""
+    for module in model.modules():
+        for name in list(module._parameters):
+            parameter = module._parameters.pop(name)
+            module._buffers[name] = None if parameter is None else parameter.detach().to(device)
+    mark_leaves([model])
 
 
 def keep_printable(model: nn.Module) -> None:
@@ -200,6 +222,10 @@ def _put(stack: ExitStack) -> None:
     @functools.wraps(original)
     def configure(self: DeepSpeedEngine, optimizer: object) -> object:
         kind = type(self.module)
+        if self.zero_optimization_partition_weights():
+            for part in _kept_whole & set(self.module.modules()):
+                if not any(parameter.requires_grad for parameter in part.parameters()):
+                    _hide(part, self.device)
         with replaced(kind, "__repr__", lambda _: f"{kind.__name__}()"):
             return original(self, optimizer)
 
