@@ -97,6 +97,7 @@ def checked(key: str, setting: str, folder: str) -> list[str]:
     lines = tensors(model, alone)
     with torch.no_grad():
         wanted = kept(family.call(alone))
+    model.requires_grad_(family.trained)  # scripts freeze the others
     whole, made = started(SETTINGS[setting]["engine"], Whole(model), family.trained)
     whole = whole if made is None else made
     with torch.inference_mode():

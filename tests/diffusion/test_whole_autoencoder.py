@@ -15,10 +15,16 @@ from zerostart.integrations.engine_setup import EngineSetup
 from zerostart.loading.request import Request
 
 WIDTH = 8
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 1,
+    "gradient_clipping": 0.0,
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    "zero_allow_untested_optimizer": True,
+}
 
 
 class TinyVAE(nn.Module):
-    """Encodes a clip chunk by chunk by its parts, as DiffSynth's do; its own forward is never called."""
+    """Encodes a clip chunk by chunk by its parts, as DiffSynth's do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,14 +48,15 @@ class Dit(nn.Module):
 
 
 class Both(nn.Module):
-    def __init__(self, vae: nn.Module, dit: nn.Module) -> None:
+    def __init__(self, vae: Any, dit: nn.Module) -> None:
         super().__init__()
         self.vae, self.dit = vae, dit
 
     def forward(self, clip: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
-            encoded = self.vae.encode(clip)  # type: ignore[operator]
-        return self.dit(encoded)
+            encoded = self.vae.encode(clip)
+        loss: torch.Tensor = self.dit(encoded)
+        return loss
 
 
 def clip(rank: int, step: int) -> torch.Tensor:
@@ -64,30 +71,27 @@ def alone(weights: dict[str, torch.Tensor]) -> tuple[list[float], dict[str, torc
     optimizer = torch.optim.AdamW(both.dit.parameters(), lr=1e-2)
     losses = []
     for step in range(6):
-        mean = sum(both(clip(rank, step)) for rank in range(2)) / 2
-        losses.append(float(mean))
+        mean = torch.stack([both(clip(rank, step)) for rank in range(2)]).mean()
+        losses.append(float(mean.detach()))
         mean.backward()
         optimizer.step()
         optimizer.zero_grad()
-    return losses, {name: tensor.detach().clone() for name, tensor in both.dit.state_dict().items()}
+    return losses, {f"dit.{name}": tensor.clone() for name, tensor in both.dit.state_dict().items()}
+
+
+def load_both(source: str) -> Both:
+    dit = zerostart.load(source, Dit, engine="deepspeed", engine_config=CONFIG, progress=False)
+    arguments = {"model_class": TinyVAE, "module_map": None, "quantize": None}
+    call = DiffSynthLoad(Request(), EngineSetup.asked("deepspeed", 3, CONFIG), arguments, lambda *_: None)
+    return Both(call.load_model(TinyVAE).requires_grad_(False), dit)
 
 
 def train(source: str) -> tuple[list[float], dict[str, Any], bool]:
     import deepspeed
 
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-        "zero_allow_untested_optimizer": True,
-    }
-    dit = zerostart.load(source, Dit, engine="deepspeed", engine_config=config, progress=False)
-    setup = EngineSetup.asked("deepspeed", 3, config)
-    arguments = {"model_class": TinyVAE, "module_map": None, "quantize": None}
-    vae = DiffSynthLoad(Request(), setup, arguments, lambda *_: None).load_model(TinyVAE)
-    vae.requires_grad_(False)
-    both = Both(vae, dit)
+    both = load_both(source)
     optimizer = torch.optim.AdamW([p for p in both.parameters() if p.requires_grad], lr=1e-2)
-    engine, *_ = deepspeed.initialize(model=both, optimizer=optimizer, config=config)
+    engine, *_ = deepspeed.initialize(model=both, optimizer=optimizer, config=CONFIG)
     losses = []
     for step in range(6):
         loss = engine(clip(dist.get_rank(), step))
@@ -96,17 +100,32 @@ def train(source: str) -> tuple[list[float], dict[str, Any], bool]:
         mean = loss.detach() / 2
         dist.all_reduce(mean)
         losses.append(float(mean))
-    whole = all(tensor.numel() for tensor in vae.state_dict().values())
-    return losses, dict(zerostart.full_tensors(dit)), whole
+    found, values = both.vae.state_dict(), TinyVAE().state_dict()
+    whole = found.keys() == values.keys() and all(torch.equal(found[name], values[name]) for name in values)
+    return losses, dict(zerostart.full_tensors(both, rank=None)), whole
+
+
+def encode(source: str) -> torch.Tensor:
+    """As ``sft:data_process`` runs it, with nothing that is trained."""
+    import deepspeed
+
+    engine, *_ = deepspeed.initialize(model=load_both(source).requires_grad_(False), config=CONFIG)
+    with torch.no_grad():
+        result: torch.Tensor = engine(torch.ones(dist.get_rank() + 1, 3, WIDTH))
+    return result
 
 
 def test_ranks_call_it_unequally_often(tmp_path: Path) -> None:
     torch.manual_seed(1)
-    model = Dit()
-    save_file(model.state_dict(), tmp_path / "dit.safetensors")
+    model, source = Dit(), str(tmp_path / "dit.safetensors")
+    save_file(model.state_dict(), source)
     expected, weights = alone(model.state_dict())
-    for losses, found, whole in run_ranks(train, 2, str(tmp_path / "dit.safetensors"), timeout=120):
+    for losses, found, whole in run_ranks(train, 2, source, timeout=120):
         assert whole
         torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected))
-        for name, tensor in found.items():
-            torch.testing.assert_close(tensor, weights[name], msg=name)
+        for name, tensor in weights.items():
+            torch.testing.assert_close(found[name], tensor, msg=name)
+    with torch.no_grad():
+        wanted = Both(TinyVAE(), model)(torch.ones(1, 3, WIDTH))
+    for encoded in run_ranks(encode, 2, source, timeout=120):
+        torch.testing.assert_close(encoded, wanted)

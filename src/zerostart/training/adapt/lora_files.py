@@ -218,11 +218,14 @@ def _convert(found: Mapping[str, Factors], model: nn.Module) -> Iterator[Mapping
             if spelling == _SPELLINGS[1]:
                 tensors[f"{module}.alpha"] = torch.tensor(float(pair.a.shape[0]))
         try:
-            converted = convert(tensors) if tensors else {}
+            converted = _parse(convert(tensors) if tensors else {}, {}, "the converted LoRA file")
         except Exception as error:  # of any type, for names that this spelling does not have
             logger.debug("diffusers does not convert the LoRA file: %s", error)
             continue
-        yield parts | dict(ChainMap(*_split(_parse(converted, {}, "the converted LoRA file"), model)))
+        # diffusers leaves out names that it does not know: no rows may be lost.
+        rows = [sum(len(pair.b) for pair in factors.values()) for factors in (others, converted)]
+        if rows[0] == rows[1]:
+            yield parts | dict(ChainMap(*_split(converted, model)))
 
 
 def _split(found: Mapping[str, Factors], model: nn.Module) -> tuple[dict[str, Factors], dict[str, Factors]]:

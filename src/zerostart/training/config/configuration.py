@@ -275,7 +275,7 @@ class LoraConfig(Section):
     init: Literal["default", "gaussian"] = "default"
     """The first factor: as PEFT draws it, or gaussian. The second is zero: training starts from the model."""
     start_from: PathText | None = None
-    """A LoRA file, or its directory, that training starts from. It may be of PEFT, diffusers or DiffSynth."""
+    """A LoRA file, or its directory, to start from: of PEFT, diffusers, DiffSynth, kohya or ComfyUI."""
 
     @property
     def scaling(self) -> float:

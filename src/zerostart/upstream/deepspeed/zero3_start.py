@@ -46,7 +46,9 @@ _MEMORY = Use(
     ),
 )
 _BEGINNING = Use(
-    _ENGINE, "_configure_zero_optimizer(optimizer)", "the model is not printed where ZeRO begins"
+    _ENGINE,
+    "_configure_zero_optimizer(optimizer), _configure_distributed_model(model)",
+    "the model is not printed where ZeRO begins, and small frozen parts of it stay whole",
 )
 #: Elements that are converted at a time where a device does it for the host.
 _CHUNK = 1 << 22
@@ -222,14 +224,22 @@ def _put(stack: ExitStack) -> None:
     @functools.wraps(original)
     def configure(self: DeepSpeedEngine, optimizer: object) -> object:
         kind = type(self.module)
-        if self.zero_optimization_partition_weights():
-            for part in _kept_whole & set(self.module.modules()):
-                if not any(parameter.requires_grad for parameter in part.parameters()):
-                    _hide(part, self.device)
         with replaced(kind, "__repr__", lambda _: f"{kind.__name__}()"):
             return original(self, optimizer)
 
+    take_model = owner._configure_distributed_model
+
+    @functools.wraps(take_model)
+    def take(self: DeepSpeedEngine, model: nn.Module) -> object:
+        if self.zero_optimization_partition_weights():
+            parts = [part for part in model.modules() if part in _kept_whole and part is not model]
+            for part in parts:  # not the model itself: DeepSpeed needs a parameter
+                if not any(parameter.requires_grad for parameter in part.parameters()):
+                    _hide(part, self.device)
+        return take_model(self, model)
+
     stack.enter_context(replaced(owner, "_configure_zero_optimizer", configure))
+    stack.enter_context(replaced(owner, "_configure_distributed_model", take))
 
 
 _printable = RefCountedPatches(_put)
