@@ -13,11 +13,12 @@ import zerostart
 from zerostart.checkpoint.source import download, open_catalog
 from zerostart.checkpoint.storage import object_store
 from zerostart.checkpoint.storage.upload import StoreDirectory
+from zerostart.distributed.world import current_world
 from zerostart.errors import PeerError, ReadError, ZerostartError
 from zerostart.integrations.diffusers import PipelineRequest
 from zerostart.loading.request import Request
 from zerostart.refit.drivers import Server
-from zerostart.state.saving.hub import check_repository
+from zerostart.state.saving.hub import push
 from zerostart.training.config.configuration import ModelConfig
 
 #: A password, its form in a header (base64 of ``me:PASSCANARY``), a signature and tokens.
@@ -103,7 +104,10 @@ def test_a_hub_that_repeats_the_request(address: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr(constants, "ENDPOINT", f"http://{address}")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setenv("HF_TOKEN", "hf_HUBCANARY" + "x" * 25)
-    for call in (lambda: download("some/model"), lambda: check_repository("some/model")):
+    for call in (
+        lambda: download("some/model"),
+        lambda: push(tmp_path, "some/model", "", {}, current_world()),
+    ):
         with pytest.raises(ZerostartError) as refused:
             call()
         check(told(refused.value))
