@@ -15,10 +15,10 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 from urllib.parse import unquote, unquote_to_bytes, urlsplit, urlunsplit
 
-from zerostart.checkpoint.paths import shown_url, without_secrets
+from zerostart.checkpoint.paths import shown_url
 from zerostart.checkpoint.storage.base import Reader, RequestCost, Residency, Rows, Storage
 from zerostart.checkpoint.usual_names import STANDARD_NAMES, USUAL_SETTINGS
-from zerostart.errors import CheckpointNotFoundError, ConfigError, ReadError
+from zerostart.errors import CheckpointNotFoundError, ConfigError, ReadError, without_secrets
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta

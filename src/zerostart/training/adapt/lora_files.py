@@ -206,8 +206,9 @@ def _match_modules(
 def _convert(found: Mapping[str, Factors], model: nn.Module) -> Iterator[Mapping[str, Factors]]:
     """Yield the factors under diffusers' names, as it converts each of the two spellings of factors."""
     parts, others = _split(found, model)
-    convert = lora_converter(model)
-    for spelling in _SPELLINGS if convert is not None else ():
+    if (convert := lora_converter(model)) is None:
+        return
+    for spelling in _SPELLINGS:
         tensors: dict[str, torch.Tensor] = {}
         for name, pair in others.items():
             plain = name.removeprefix(_BEFORE[0]).removeprefix("diffusion_model.")
@@ -232,13 +233,14 @@ def _split(found: Mapping[str, Factors], model: nn.Module) -> tuple[dict[str, Fa
     """Return the parts of fused modules that diffusers' converters leave whole, and the other factors."""
     parts: dict[str, Factors] = {}
     others: dict[str, Factors] = {}
+    modules: dict[str, Any] = dict(model.named_modules())
     for name, pair in found.items():
         names = next((m.expand(p).split() for f, p in _FUSED if (m := re.fullmatch(f, name))), [])
-        layers: list[Any] = [dict(model.named_modules()).get(part) for part in names]
+        layers = [modules.get(part) for part in names]
         rows = [layer.lora_B[ADAPTER].weight.shape[0] for layer in layers if hasattr(layer, "lora_B")]
         if len(rows) == len(names) > 0 and sum(rows) == pair.b.shape[0]:
-            split = zip(names, pair.b.split(rows), strict=True)
-            parts |= {part: replace(pair, b=b) for part, b in split}
+            split = torch.split(pair.b, rows)  # type: ignore[no-untyped-call]
+            parts |= {part: replace(pair, b=b) for part, b in zip(names, split, strict=True)}
         else:
             others[name] = pair
     return parts, others

@@ -117,9 +117,10 @@ def lora_converter(model: object) -> Callable[[dict[str, torch.Tensor]], dict[st
     for kind in type(model).__mro__:  # FSDP2 gives models a class of their own
         family = kind.__name__.partition("Transformer")[0]
         for name in (family, family.removesuffix("Video")):
-            mixin = getattr(loaders, f"{name}LoraLoaderMixin", None)
+            mixin: Any = getattr(loaders, f"{name}LoraLoaderMixin", None)
             if mixin is not None:
-                return mixin.lora_state_dict
+                convert: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] = mixin.lora_state_dict
+                return convert
     return None
 
 
