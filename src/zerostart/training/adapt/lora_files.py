@@ -236,10 +236,10 @@ def _split(found: Mapping[str, Factors], model: nn.Module) -> tuple[dict[str, Fa
     modules: dict[str, Any] = dict(model.named_modules())
     for name, pair in found.items():
         names = next((m.expand(p).split() for f, p in _FUSED if (m := re.fullmatch(f, name))), [])
-        layers = [modules.get(part) for part in names]
+        layers: list[Any] = [modules.get(part) for part in names]
         rows = [layer.lora_B[ADAPTER].weight.shape[0] for layer in layers if hasattr(layer, "lora_B")]
         if len(rows) == len(names) > 0 and sum(rows) == pair.b.shape[0]:
-            split = torch.split(pair.b, rows)  # type: ignore[no-untyped-call]
+            split = torch.split(pair.b, rows)
             parts |= {part: replace(pair, b=b) for part, b in zip(names, split, strict=True)}
         else:
             others[name] = pair
