@@ -29,8 +29,8 @@ __all__ = [
     "ZerostartError",
 ]
 
-#: The page of the documentation with a section for each class and each of these situations.
-HELP = "https://github.com/zerostart/zerostart/tree/main/docs/errors.md"
+#: Page of the repository with a section for each class and each of these situations.
+HELP = "docs/errors.md"
 #: By class the situations with a section of their own there: the heading is what their messages have in
 #: common. The first that is found in a message counts.
 SITUATIONS: Mapping[str, tuple[str, ...]] = {

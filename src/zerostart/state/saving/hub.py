@@ -118,7 +118,7 @@ def model_card(path: Path, root: str, facts: Mapping[str, object]) -> ModelCard:
     if facts:
         lines += ["", "| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in facts.items())]
     version = importlib.metadata.version("zerostart")
-    lines += ["", f"Saved with [zerostart](https://github.com/zerostart/zerostart) {version}.", ""]
+    lines += ["", f"Saved with zerostart {version}.", ""]
     return ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n".join(lines))
 
 
