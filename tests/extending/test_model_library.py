@@ -1,6 +1,5 @@
 """A library of models that zerostart does not know, and its own, pass what such libraries have to pass."""
 
-import importlib
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from tests.extending.toy_library import Toy, ToyModel
 from zerostart import models
 from zerostart.errors import ConfigError
-from zerostart.models import registry
 from zerostart.testing import ModelLibraryConformance
 
 
@@ -60,37 +58,3 @@ def test_a_name_is_registered_once() -> None:
         models.register_model_library(type("Toy", (Toy,), {}))
     with pytest.raises(ConfigError, match="'plain' is already registered"):
         models.register_model_library(type("Plain", (Toy,), {"name": "plain"}))
-
-
-def _installed(folder: Path, value: str) -> None:
-    """A package in ``folder`` whose entry point is ``value``."""
-    info = folder / "others-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: others\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[zerostart.model_libraries]\nothers = {value}\n")
-
-
-@pytest.mark.parametrize("value", ["others:Others", "others.absent:Others"])
-def test_an_installed_library_is_asked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str, request: pytest.FixtureRequest
-) -> None:
-    _installed(tmp_path, value)
-    (tmp_path / "others.py").write_text(
-        "from tests.extending.toy_library import Toy\n"
-        "class Model: pass\n"
-        "class Others(Toy):\n"
-        "    name = 'others'\n"
-        "    def handles(self, kind): return kind is Model\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    request.addfinalizer(registry._installed.cache_clear)
-    registry._installed.cache_clear()
-    if "absent" in value:
-        with pytest.raises(
-            ConfigError, match=r"model library others \(others\.absent:Others\).*uninstall it"
-        ):
-            models.library_of(nn.Linear)
-    else:
-        others = importlib.import_module("others")
-        assert models.library_of(others.Model).name == "others"
-        assert models.library_of(ToyModel).name == "toy"

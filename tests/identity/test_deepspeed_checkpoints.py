@@ -47,16 +47,12 @@ OFFLOADED: dict[str, Any] = {"offload_optimizer": {"device": "cpu"}}
 SLOW = {
     "stage 1, BF16_Optimizer": Case(1, top={"data_types": {"grad_accum_dtype": "fp32"}}),
     "stage 1, offloaded": Case(1, OFFLOADED, groups="two"),
-    "stage 1, frozen": Case(1, groups="frozen"),
-    "stage 2, aligned": Case(2, {"parameter_alignment": True}),
     "stage 2, round robin": Case(2, {"round_robin_gradients": True}),
-    "stage 2, offloaded": Case(2, OFFLOADED),
     "stage 2, frozen": Case(2, groups="frozen"),
     "stage 2 in fp32": Case(2, top={"bf16": {"enabled": False}}, groups="two"),
     "stage 3, offloaded": Case(3, {**OFFLOADED, "offload_param": {"device": "cpu"}}),
     "stage 3, frozen": Case(3, groups="frozen"),
     "stage 3, small sub-groups": Case(3, {"sub_group_size": 500, "stage3_param_persistence_threshold": 0}),
-    "stage 3 in fp32": Case(3, top={"bf16": {"enabled": False}}),
 }
 
 

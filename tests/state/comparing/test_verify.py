@@ -49,17 +49,6 @@ def test_as_it_was_saved(saved: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "all as they were saved" in capsys.readouterr().out
 
 
-def test_digests_of_another_definition_are_told(copy: Path) -> None:
-    """As versions before wrote them: of 32 digits, neither taken for damage nor for proof."""
-    marker = copy / "zerostart.json"
-    document = json.loads(marker.read_text())
-    digests = document["digests"]["."]
-    document["digests"]["."] = {name: digest[2:] for name, digest in digests.items()}
-    marker.write_text(json.dumps(document))
-    with pytest.raises(zerostart.errors.VerifyError, match=r"cannot be compared .* another definition"):
-        zerostart.verify(copy)
-
-
 def flip(path: Path) -> list[str]:
     """One bit of the last byte of a file, which belongs to a tensor."""
     file, _, _ = some_tensor(path)
