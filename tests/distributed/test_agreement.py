@@ -300,3 +300,20 @@ def load_interrupted(path: Path) -> tuple[list[str], int]:
         if not told[victim].startswith("KeyboardInterrupt") or not fine:
             wrong.append(f"turn {turn}: {told}")
     return wrong, stopped
+
+
+def fail_in_a_library() -> str:
+    from zerostart.integrations.engine_setup import EngineSetup
+    from zerostart.integrations.loading import InterceptedLoad
+    from zerostart.loading.request import Request
+
+    call = InterceptedLoad(Request(), EngineSetup.asked("fsdp2", 3, {}), {}, lambda *_: None)
+    try:
+        with call.agreeing():
+            raise OSError("no file of that name.\n\tLook at the hub.")
+    except OSError as error:
+        return str(error)
+
+
+def test_an_error_of_several_lines_stays_the_librarys_own() -> None:
+    assert run_ranks(fail_in_a_library, 2) == ["no file of that name.\n\tLook at the hub."] * 2
