@@ -101,8 +101,9 @@ def holds(holders: tuple[int, ...] | None) -> bool:
 HOLDERS = [None, (0,), (1,), (0, 1)]
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("engine", ["fsdp2", pytest.param("deepspeed", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("engine", ["fsdp2", "deepspeed"])
 def test_loaded_from_every_holder(engine: str, world: int, checkpoints: TinyCheckpoints) -> None:
     """A registered conversion, a tied model in another dtype, a plain model with views and a converter."""
     sources = [checkpoints("qwen3_moe"), checkpoints("qwen3")]

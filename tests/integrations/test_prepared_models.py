@@ -57,6 +57,12 @@ def test_mixed_precision_and_either_order(engine: str, checkpoints: TinyCheckpoi
     agree(run(path, environment, {}, "bf16", True), stock, 1e-6)
 
 
+def test_adapters_on_top(checkpoints: TinyCheckpoints) -> None:
+    path = checkpoints("qwen3")
+    stock = run(path, fsdp2(), None, "no", False, True)
+    agree(run(path, fsdp2(), {}, "no", False, True), stock, 1e-5)
+
+
 @pytest.mark.slow
 def test_shards_on_the_host(checkpoints: TinyCheckpoints) -> None:
     """On CPU ranks accelerate itself cannot offload: it asks for pinned memory."""

@@ -129,9 +129,7 @@ def partitions(path: Path, folder: Path, edits: list[str]) -> None:
             model.resize_token_embeddings(len(expected) + 1)
 
 
-@pytest.mark.parametrize(
-    ("kind", "edits"),
-    [("qwen3", ["more"]), pytest.param("qwen3_moe_aligned", list(CHANGES), marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "edits"), [("qwen3", ["more"]), ("qwen3_moe_aligned", list(CHANGES))])
 def test_partitions(kind: str, edits: list[str], checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
     run_ranks(partitions, 2, checkpoints(kind), tmp_path, edits)

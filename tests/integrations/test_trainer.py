@@ -50,7 +50,8 @@ def test_trainer_on_deepspeed(name: str, stage: int, checkpoints: TinyCheckpoint
     assert all(torch.equal(weights[key], expected[key]) for key in expected)
 
 
-@pytest.mark.parametrize("name", [pytest.param("qwen3", marks=pytest.mark.slow), "qwen3_moe_aligned"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe_aligned"])
 def test_trainer_on_fsdp2(name: str, checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
     path, environment = checkpoints(name), fsdp2()
     stock = run(path, tmp_path / "stock", environment, None, use_cpu=True)

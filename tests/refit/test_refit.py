@@ -46,7 +46,7 @@ def _train(path: Path, out: Path, address: str, options: dict[str, Any]) -> list
     "options",
     [
         {"engine": "fsdp2"},
-        {"engine": "deepspeed", "zero_stage": 3},
+        pytest.param({"engine": "deepspeed", "zero_stage": 3}, marks=pytest.mark.slow),
     ],
     ids=["fsdp2", "zero3"],
 )

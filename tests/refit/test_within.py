@@ -88,9 +88,8 @@ CASES: dict[str, tuple[int, dict[str, Any], int]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "case", [case if case == "two" else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
 def test_each_rank_has_its_part(checkpoints: TinyCheckpoints, tmp_path: Path, case: str) -> None:
     ranks, options, parts = CASES[case]
     path = checkpoints("qwen3_even", BF16)
