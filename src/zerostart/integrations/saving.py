@@ -149,7 +149,8 @@ def save_weights(
                 f"the adapters {names} of a sharded {type(model).__name__} cannot be saved together: "
                 "name the one to save 'default', or use get_peft_model"
             )
-    save_model(model, directory, SaveRequest(max_shard_size, adapters_only=adapted is not None, copied=False))
+    request = SaveRequest(model, max_shard_size, adapters_only=adapted is not None, copied=False)
+    save_model(request, directory)
 
 
 @contextlib.contextmanager

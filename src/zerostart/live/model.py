@@ -212,9 +212,9 @@ def find_shards(module: nn.Module, world: World) -> dict[str, Shard]:
 class LiveModel:
     """The tensors of a model as they are now, ties once, and this rank's share of each.
 
-    ``module`` is the model without what libraries have wrapped around it, ``record`` that of its load, None
-    for a model that zerostart has not loaded. A view: it holds for as long as no forward, step or load
-    replaces parameters.
+    ``wrapper`` is the model as it was passed; ``module`` is the one inside all wrappers of libraries;
+    ``record`` is that of its load, None for a model that zerostart has not loaded. A view: it holds as long
+    as no forward, step or load replaces parameters.
     """
 
     def __init__(self, model: nn.Module, world: World) -> None:
@@ -225,7 +225,7 @@ class LiveModel:
         self.world = world
         self.module = bare_model(model)
         self.record: LoadRecord | None = find_record(self.module)
-        self._wrapper = model
+        self.wrapper = model
         self._outer = model
         while _library(self._outer) in _AROUND:
             if (inner := wrapped(self._outer)) is None:
@@ -297,7 +297,7 @@ class LiveModel:
     def wrapper_buffers(self) -> dict[str, torch.Tensor]:
         """Buffers of what is wrapped around ``module`` (``AveragedModel.n_averaged``)."""
         inside = {id(tensor) for _, tensor, buffer in state_names(self.module) if buffer}
-        return {n: t for n, t, buffer in state_names(self._wrapper) if buffer and id(t) not in inside}
+        return {n: t for n, t, buffer in state_names(self.wrapper) if buffer and id(t) not in inside}
 
     def name_of(self, parameter: torch.Tensor) -> str:
         """The first name of a parameter; raises ConfigError for one that is not the model's."""
@@ -384,4 +384,4 @@ class LiveModel:
     def check_loaded(self) -> None:
         """Raise ConfigError where no part of the model was loaded by zerostart."""
         if not loaded_parts(self.module):
-            record_of(self._wrapper)  # which says so
+            record_of(self.wrapper)  # which says so

@@ -143,7 +143,7 @@ def prepare_model(
     """
     with world.phase("looking at the model"):
         live = LiveModel(model, world)
-        contents = contents_to_serve(model, live, settings.dtype, settings.merge_adapters)
+        contents = contents_to_serve(live, settings.dtype, settings.merge_adapters)
         entries = tuple((name, dtype, tuple(shape)) for name, dtype, shape in fit(contents.entries))
         image = before if before is not None and before.entries == entries else Image.of(entries)
         plan, storages = planned(image.layout, contents.outgoing, CHUNK, PAGE)

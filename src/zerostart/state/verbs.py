@@ -178,6 +178,7 @@ def save(
         if push_to_hub is not None and scheme_of(path):
             raise ConfigError(f"push_to_hub uploads files of a directory, and not {path}; save to one first")
         request = SaveRequest(
+            model,
             max_shard_size,
             dtype_of(dtype),
             trainable_only,
@@ -185,7 +186,7 @@ def save(
             merge_adapters,
             memory_limit,
         )
-    report = save_model(model, path, request)
+    report = save_model(request, path)
     if push_to_hub is not None:
         from zerostart.live.model import find_record
         from zerostart.state.saving.hub import push

@@ -19,7 +19,7 @@ from zerostart.checkpoint.manifest import group_of
 from zerostart.checkpoint.paths import shown_record, shown_url
 from zerostart.checkpoint.strict_json import JsonObject
 from zerostart.checkpoint.write.shards import parse_size
-from zerostart.distributed.world import World, current_world
+from zerostart.distributed.world import current_world
 from zerostart.engines import Shard
 from zerostart.errors import ConfigError, WriteError
 from zerostart.live.model import LiveModel, LoadRecord, LogicalTensor
@@ -47,11 +47,12 @@ from zerostart.state.saving.writing import Publication, Written, publishing, wri
 
 @dataclass(frozen=True)
 class SaveRequest:
-    """The arguments of ``zerostart.save``.
+    """A model to save, wrapped or not, and the arguments of ``zerostart.save``.
 
     With ``copied`` the tokenizer and code next to the source are copied.
     """
 
+    model: nn.Module
     max_shard_size: int | str = "5GB"
     dtype: torch.dtype | None = None
     trainable_only: bool = False
@@ -106,22 +107,22 @@ class SaveReport:
         return "\n".join(lines)
 
 
-def save_model(model: nn.Module, path: str | os.PathLike[str], request: SaveRequest) -> SaveReport:
-    """Save ``model`` as ``zerostart.save`` documents it."""
+def save_model(request: SaveRequest, path: str | os.PathLike[str]) -> SaveReport:
+    """Save a model as ``zerostart.save`` documents it."""
     begun = time.perf_counter()
     world = current_world()
     with world.phase("saving the model"):
         with world.phase("arguments"):
             request.check()
-            live = LiveModel(model, world)
-            adapted = adapted_model(model, within=request.adapters_only)
+            live = LiveModel(request.model, world)
+            adapted = adapted_model(live.wrapper, within=request.adapters_only)
             _check_adapters(live.module, adapted, request)
         with publishing(path, world) as publication:
             if request.adapters_only:
                 assert adapted is not None, "checked above"
                 done = _adapters(live, adapted, publication, request)
             else:
-                done = [(".", *_model(model, live, publication, request))]
+                done = [(".", *_model(live, publication, request))]
             for folder, written, _ in done:
                 publication.add_digests(written.digests, folder)
     return _report(path, done, publication.names, time.perf_counter() - begun)
@@ -160,12 +161,10 @@ def _check_adapters(inner: nn.Module, adapted: Adapted | None, request: SaveRequ
 Done = tuple[str, Written, Contents]
 
 
-def _model(
-    model: nn.Module, live: LiveModel, publication: Publication, request: SaveRequest
-) -> tuple[Written, Contents]:
+def _model(live: LiveModel, publication: Publication, request: SaveRequest) -> tuple[Written, Contents]:
     world, inner, record = live.world, live.module, live.record
     with world.phase("looking at the model"):
-        contents, parameters = contents_to_save(model, live, request)
+        contents, parameters = contents_to_save(live, request)
         stem = request.stem or _stem(inner, record)
     written = write_tensors(
         publication,
@@ -187,7 +186,7 @@ def _model(
     return written, contents
 
 
-def contents_to_save(model: nn.Module, live: LiveModel, request: SaveRequest) -> tuple[Contents, int]:
+def contents_to_save(live: LiveModel, request: SaveRequest) -> tuple[Contents, int]:
     """Return the tensors of a save of the whole model, and the number of its parameters; collective.
 
     Raises ConfigError for adapters that cannot be merged.
@@ -196,7 +195,7 @@ def contents_to_save(model: nn.Module, live: LiveModel, request: SaveRequest) ->
     # The order of what follows matters: masters stand for rounded parameters, then the caller's overrides
     # for both, and only then adapters are merged, into the values that are to be saved.
     if request.dtype == torch.float32:
-        tensors = overridden(tensors, _masters(model, live.world), live.world)
+        tensors = overridden(tensors, _masters(live), live.world)
     if request.overrides is not None:
         tensors = overridden(tensors, request.overrides, live.world)
     if request.merge_adapters:
@@ -251,18 +250,16 @@ def _adapter_files(live: LiveModel, adapted: Adapted, request: SaveRequest) -> l
     return adapter_files(adapted, shards, request.dtype, request.adapter_format)
 
 
-def contents_to_serve(
-    model: nn.Module, live: LiveModel, dtype: torch.dtype | None, merge_adapters: bool
-) -> Contents:
+def contents_to_serve(live: LiveModel, dtype: torch.dtype | None, merge_adapters: bool) -> Contents:
     """Return the tensors for an inference engine: the merged model, or its only adapter; collective.
 
     Raises ConfigError for adapters that cannot be merged, and for no or several adapters.
     """
     if merge_adapters:
-        request = SaveRequest(dtype=dtype, merge_adapters=has_adapters(live.module))
-        return contents_to_save(model, live, request)[0]
-    adapted = adapted_model(model, within=True)
-    request = SaveRequest(dtype=dtype, adapters_only=True)
+        request = SaveRequest(live.wrapper, dtype=dtype, merge_adapters=has_adapters(live.module))
+        return contents_to_save(live, request)[0]
+    adapted = adapted_model(live.wrapper, within=True)
+    request = SaveRequest(live.wrapper, dtype=dtype, adapters_only=True)
     files = [] if adapted is None else _adapter_files(live, adapted, request)
     if len(files) != 1:
         names = f"{len(files)} ({', '.join(file.name for file in files)})" if files else "none"
@@ -273,9 +270,9 @@ def contents_to_serve(
     return files[0].contents
 
 
-def _masters(model: nn.Module, world: World) -> TensorOverrides:
+def _masters(live: LiveModel) -> TensorOverrides:
     """Return the fp32 masters, which are saved instead of the parameters."""
-    training = LiveTraining(model, None, world)
+    training = LiveTraining(live.wrapper, None, live.world)
     return TensorOverrides({one.name: one.shard for one in training.masters()}, training.ties)
 
 

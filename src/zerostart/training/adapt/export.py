@@ -63,7 +63,7 @@ def save_request(
     ``adapted``: a LoRA is trained; ``overrides`` are values to save in the place of the model's own. Raises
     ConfigError for names that DiffSynth has not.
     """
-    request = SaveRequest(output.max_shard_size, overrides=overrides)
+    request = SaveRequest(model, output.max_shard_size, overrides=overrides)
     if adapted:
         if output.merge:
             return replace(request, merge_adapters=True)
@@ -122,6 +122,6 @@ def export_step(model: nn.Module, task: Task, directory: Path, ema: Ema | None, 
 def _save(model: nn.Module, task: Task, folder: Path, averaged: Path, step: int, ema: Ema | None) -> None:
     # Two saves one after the other, each collective: the average is a model of its own, with its own marker.
     output, adapted = task.config.output, task.config.lora is not None
-    save_model(model, folder, save_request(model, output, adapted, step))
+    save_model(save_request(model, output, adapted, step), folder)
     if ema is not None:
-        save_model(model, averaged, save_request(model, output, adapted, step, ema.overrides))
+        save_model(save_request(model, output, adapted, step, ema.overrides), averaged)
