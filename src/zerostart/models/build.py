@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +21,7 @@ from zerostart.models.operator_log import OperatorLog
 from zerostart.models.origins import Origins, fill_plain_tensors, keep_dtypes, program_for, resolve_origins
 from zerostart.models.registry import described_by_tensors, library_in, library_of, maker_of
 from zerostart.recipe import Coverage, Recipes, Target, matched, symbols_of
-from zerostart.upstream.transformers.models import check_built, initialising, without_weights
+from zerostart.upstream.transformers.models import check_built, initialising, is_imported, without_weights
 
 ModelLike = nn.Module | type[nn.Module] | Callable[[], nn.Module] | Built | None
 
@@ -96,10 +97,8 @@ def _called(make: type[nn.Module] | Callable[[], nn.Module], stored: Stored) -> 
             f"model={make!r} is a {type(make).__name__}; pass a class, a callable that builds the model, or "
             "a module whose parameters are on the meta device"
         )
-    name, log = getattr(make, "__name__", repr(make)), OperatorLog()
-    loader: Any = make
-    with without_weights(torch.get_default_dtype()), log, explained(name):
-        made = loader()
+    name = getattr(make, "__name__", repr(make))
+    made, log = _made(make, lambda: without_weights(torch.get_default_dtype()), name)
     if not isinstance(made, nn.Module):
         raise ConfigError(f"model={name} returned a {type(made).__name__}, not a torch.nn.Module")
     check_built(made)
@@ -117,6 +116,27 @@ def _given(model: nn.Module, stored: Stored) -> Built:
         )
     library = library_of(model)
     return Built(model, OperatorLog(), library.whole_dtype(model, stored, True), False, library)
+
+
+def _made(
+    make: Callable[[], Any], context: Callable[[], AbstractContextManager[None]], name: str
+) -> tuple[Any, OperatorLog]:
+    """Call ``make`` inside ``context``, and log its operators.
+
+    A constructor that is the first to import transformers runs again: its models need that library's own
+    contexts, and nothing else should wait for the import.
+    """
+    before, log = is_imported(), OperatorLog()
+    try:
+        with context(), log, explained(name):
+            made = make()
+    except BuildError:
+        if before or not is_imported():
+            raise
+    else:
+        if before or not is_imported():
+            return made, log
+    return _made(make, context, name)
 
 
 @contextlib.contextmanager
@@ -214,9 +234,8 @@ def build_fresh(model: object, asked: torch.dtype | None, dtype: torch.dtype | N
     if isinstance(model, nn.Module):
         return Built(model, OperatorLog(), dtype, False, library_of(model))
     make, own = maker_of(model, asked)
-    name, log, state = getattr(make, "__name__", repr(make)), OperatorLog(), torch.get_rng_state()
-    with initialising(asked or own or torch.get_default_dtype()), log, explained(name):
-        made = make()
+    name, state = getattr(make, "__name__", repr(make)), torch.get_rng_state()
+    made, log = _made(make, lambda: initialising(asked or own or torch.get_default_dtype()), name)
     if not isinstance(made, nn.Module):
         raise ConfigError(f"model={name} returned a {type(made).__name__}, not a torch.nn.Module")
     # On meta draws leave the generator alone; so whoever has moved it has drawn real numbers, or seeded.

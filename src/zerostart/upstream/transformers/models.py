@@ -6,6 +6,7 @@ import contextlib
 import functools
 import importlib
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import ModuleType
@@ -98,17 +99,25 @@ def without_zero_init() -> AbstractContextManager[None]:
     return contextlib.nullcontext() if within else modeling_utils.set_zero3_state()
 
 
+def is_imported() -> bool:
+    """Return whether this process has imported transformers."""
+    return "transformers" in sys.modules
+
+
 @contextlib.contextmanager
 def without_weights(dtype: torch.dtype) -> Iterator[None]:
-    """Inside, a model is built on meta in ``dtype``, untied, whatever DeepSpeed configuration is active."""
-    from transformers import initialization
+    """Build models on meta in ``dtype``, untied, whatever DeepSpeed configuration is active.
 
+    The library's own contexts are entered only if it is imported.
+    """
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with contextlib.ExitStack() as stack:
-            fits = _builds()
+            fits = is_imported() and _builds()
             if fits:
+                from transformers import initialization
+
                 stack.enter_context(initialization.no_tie_weights())
                 stack.enter_context(without_zero_init())
             # Before its guard, which puts linspace, whose values constructors read, back on the CPU.
@@ -252,21 +261,26 @@ def is_configuration(value: object) -> bool:
 
 @contextlib.contextmanager
 def initialising(dtype: torch.dtype) -> Iterator[None]:
-    """Inside, models are built on meta in ``dtype``, initialised and tied as on the CPU."""
-    demand((_DEVICE, _CONTEXTS))
-    from transformers import initialization, modeling_utils
+    """Build models on meta in ``dtype``, initialised and tied as on the CPU.
 
-    module: ModuleType = modeling_utils
-    name = "get_torch_context_manager_or_global_device"
+    The library's own contexts are entered only if it is imported.
+    """
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        with (
-            replaced(module, name, lambda: None),
-            without_zero_init(),
-            torch.device("meta"),
-            initialization.meta_device_safe_creation_ops(),
-        ):
+        with contextlib.ExitStack() as stack:
+            if not is_imported():
+                stack.enter_context(torch.device("meta"))
+                yield
+                return
+            demand((_DEVICE, _CONTEXTS))
+            from transformers import initialization, modeling_utils
+
+            module: ModuleType = modeling_utils
+            stack.enter_context(replaced(module, "get_torch_context_manager_or_global_device", lambda: None))
+            stack.enter_context(without_zero_init())
+            stack.enter_context(torch.device("meta"))
+            stack.enter_context(initialization.meta_device_safe_creation_ops())
             yield
     finally:
         torch.set_default_dtype(before)
