@@ -6,7 +6,6 @@ import json
 import os
 import pickle
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -177,41 +176,6 @@ def test_items_are_read_by_workers_and_share_keys_of_shapes(own: dict[str, Any])
         ]
     with pytest.raises(IndexError):
         items[2 * len(SIZES)]
-
-
-#: Files that this process opens while they are listened for.
-heard: list[str] | None = None
-
-
-def listen(event: str, arguments: tuple[Any, ...]) -> None:
-    if event == "open" and heard is not None:
-        heard.append(str(arguments[0]))
-
-
-def trained(values: dict[str, Any]) -> list[str]:
-    """The files that a run opens in this rank's own process."""
-    global heard
-    from zerostart.training.loop.runner import train
-
-    sys.addaudithook(listen)  # for the life of this process
-    heard = []
-    assert train(parse_config(values)).steps == 2
-    return heard
-
-
-@pytest.mark.slow
-def test_a_run_opens_no_weights_of_an_encoder(made: dict[str, Any], pipeline: Path, tmp_path: Path) -> None:
-    """Their files are looked at for the fingerprint, and no picture is opened."""
-    values = {
-        **made,
-        "task": {"name": "flow-matching"},
-        "train": {"steps": 2, "batch_size": 1},
-        "output": {"directory": str(tmp_path)},
-        "cache": {**made["cache"], "directory": made["output"]["directory"] + "/cache"},
-    }
-    (found,) = run_ranks(trained, 1, values)
-    assert not [name for name in found if name.endswith(".png")]
-    assert any("/cache/item-" in name for name in found)
 
 
 def refused(values: dict[str, Any]) -> str:

@@ -379,7 +379,8 @@ def _not_finite(made: Encoded, what: str) -> str | None:
 def _decode(media: MediaItems, number: int) -> Example | str:
     """Return an example, or what is wrong with its row."""
     try:
-        return media[number]
+        found: Example = media[number]
+        return found
     except ConfigError as error:
         return str(error)
 

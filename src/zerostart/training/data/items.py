@@ -18,14 +18,13 @@ from __future__ import annotations
 
 import bisect
 import hashlib
-import itertools
 import logging
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
-from torch.utils.data import Dataset
+from torch.utils.data import ConcatDataset, Dataset
 
 from zerostart.distributed.world import World
 from zerostart.errors import ConfigError
@@ -45,7 +44,7 @@ _NOT_CONTENT = {"source", "base", "split", "items", "repeats", "workers", "datas
 logger = logging.getLogger("zerostart")
 
 
-class MediaSet:
+class MediaSet(Dataset[dict[str, Any]]):
     """The rows of one data set."""
 
     def __init__(self, config: DatasetConfig) -> None:
@@ -169,29 +168,19 @@ def _outcome(function: Callable[[int], T], row: int) -> T | ConfigError:
         return error
 
 
-class MediaItems(Dataset[dict[str, Any]]):
+class MediaItems(ConcatDataset[dict[str, Any]]):
     """The items of all data sets, one set after the other, each decoded when it is asked for."""
 
     def __init__(self, config: MediaConfig) -> None:
         """Read the tables; raises ConfigError where one is absent, malformed, or lacks a column."""
         self.config = config
         self.sets = [MediaSet(one) for one in config.sets]
-        self._ends = list(itertools.accumulate(map(len, self.sets)))
-
-    def __len__(self) -> int:
-        return self._ends[-1]
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        """Decode an item; raises ConfigError, naming row and file, for what cannot be decoded."""
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        found, place = self._at(index)
-        return found[place]
+        super().__init__(self.sets)
 
     def _at(self, index: int) -> tuple[MediaSet, int]:
         """Return the set of an item, and its place there."""
-        number = bisect.bisect_right(self._ends, index)
-        return self.sets[number], index - (self._ends[number - 1] if number else 0)
+        number = bisect.bisect_right(self.cumulative_sizes, index)
+        return self.sets[number], index - (self.cumulative_sizes[number - 1] if number else 0)
 
     def where(self, index: int) -> str:
         """Return the place of the row of item ``index``, for messages."""

@@ -70,10 +70,18 @@ class MediaFile:
         return io.BytesIO(self.data or b"") if self.path is None else self.path.open("rb")
 
     def frames(self) -> list[MediaFile]:
-        """Return the frames of a directory, in the order of the numbers in their names."""
+        """Return the frames of a directory, in the order of the numbers in their names; of a file none.
+
+        Raises ConfigError for a directory without frames.
+        """
         if self.path is None or not self.path.is_dir():
             return []
         found = [path for path in self.path.iterdir() if path.suffix.lower() in IMAGE_SUFFIXES]
+        if not found:
+            suffixes = " ".join(IMAGE_SUFFIXES)
+            raise ConfigError(
+                f"{self.name}: no frames in this directory; frames are files that end with {suffixes}"
+            )
         return [MediaFile(str(path), path) for path in sorted(found, key=lambda path: _natural(path.name))]
 
     def state(self) -> list[tuple[int, int]] | str:
@@ -87,10 +95,7 @@ class MediaFile:
             near = similar_path(self.path)
             hint = "media.base is the directory to which names are relative" if near is None else near
             raise ConfigError(f"{self.name}: no such file; {hint}")
-        files = self.frames() if self.path.is_dir() else [self]
-        if not files:
-            raise ConfigError(f"{self.name}: no frames in this directory")
-        found = [file.path.stat() for file in files if file.path is not None]
+        found = [file.path.stat() for file in self.frames() or [self] if file.path is not None]
         return [(status.st_size, status.st_mtime_ns) for status in found]
 
 
@@ -215,15 +220,8 @@ class Clip(ABC):
 def open_clip(files: Sequence[MediaFile], background: Color) -> Clip:
     """Open one video file, one directory or a list of pictures as a clip. Raises ConfigError."""
     first = files[0]
-    if len(files) > 1:
-        return _Stills(files, background)
-    if first.path is not None and first.path.is_dir():
-        if not (frames := first.frames()):
-            raise ConfigError(
-                f"{first.name}: no frames in this directory; frames are files that end with "
-                f"{' '.join(IMAGE_SUFFIXES)}"
-            )
-        return _Stills(frames, background)
+    if stills := files if len(files) > 1 else first.frames():
+        return _Stills(stills, background)
     return _Animation(first, background) if first.suffix in IMAGE_SUFFIXES else _Stream(first)
 
 
@@ -240,13 +238,7 @@ class _Stills(Clip):
 
     def pictures(self, indices: Sequence[int]) -> Iterator[Image]:
         for index in indices:
-            picture = rgb_image(self._files[index], self._background)
-            if picture.size[::-1] != self.size:
-                raise ConfigError(
-                    f"{self._files[index].name} has {picture.height} x {picture.width} pixels, and the first "
-                    f"frame of its video {self.size[0]} x {self.size[1]} (height x width); make them alike"
-                )
-            yield picture
+            yield rgb_image(self._files[index], self._background)
 
 
 class _Animation(Clip):
@@ -357,14 +349,12 @@ class _Stream(Clip):
             number, frame = next(frames)
             for index in indices:
                 while number < index:
-                    reached = number
                     number, frame = next(frames, (index, None))
-                    if frame is None:
-                        raise ConfigError(
-                            f"{self._file.name}: only {reached + 1} frames can be decoded, but its packets "
-                            f"hold {index + 1} or more; encode the video again, or remove its row from the "
-                            "table"
-                        )
+                if frame is None:
+                    raise ConfigError(
+                        f"{self._file.name}: frame {index + 1} cannot be decoded, but its packets are there; "
+                        "encode the video again, or remove its row from the table"
+                    )
                 yield _upright(frame)
 
 
