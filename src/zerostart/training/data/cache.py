@@ -65,7 +65,6 @@ class _Wanted:
     rows: Sequence[int]
     texts: Sequence[str]
     facts: Mapping[str, Any]
-    exists: bool
 
 
 @dataclass
@@ -105,8 +104,8 @@ def ensure_cache(config: TrainConfig, world: World) -> CachedItems:
 
         wanted = world.broadcast_object(compare, "looking for a cache")
         if wanted.rows or wanted.texts:
-            if wanted.exists and wanted.rows:
-                there = len(wanted.names) - len(wanted.rows)
+            if 0 < len(wanted.rows) < len(media):
+                there = len(media) - len(wanted.rows)
                 _say(f"the cache {directory} has {there} of {len(media)} items: encoding the others", world)
             with encoders(source, settings, world) as encoder:
                 _fill(directory, wanted, media, encoder, world)
@@ -147,6 +146,7 @@ def _compare(directory: Path, media: MediaItems, texts: Sequence[str], facts: Ma
             f"{directory} is not empty and is not a complete cache: remove it, or name another "
             "cache.directory"
         )
+    index = index or _new_index(facts)
     _check_fits(directory, index, facts)
     counts: Counter[bytes] = Counter()
     names = []
@@ -154,21 +154,23 @@ def _compare(directory: Path, media: MediaItems, texts: Sequence[str], facts: Ma
         # Equal rows are items of their own, each with its own draw.
         suffix, counts[key] = f"-{counts[key]}" if counts[key] else "", counts[key] + 1
         names.append(f"item-{key.hex()}{suffix}.safetensors")
-    listed = {} if index is None else index["files"]
-    whole = {name for name, entry in listed.items() if _size(directory / name) == entry["bytes"]}
+    whole = {name for name, entry in index["files"].items() if _size(directory / name) == entry["bytes"]}
     rows = [row for row, name in enumerate(names) if name not in whole]
-    known = [] if index is None else index["cache"]["texts"]
-    missing = [text for text in dict.fromkeys([*texts, *known]) if text_file(text) not in whole]
-    return _Wanted(names, rows, missing, facts, index is not None)
+    asked = [*texts, *(text for text in index["cache"]["texts"] if not text)]
+    return _Wanted(names, rows, [text for text in asked if text_file(text) not in whole], facts)
+
+
+def _new_index(facts: Mapping[str, Any]) -> dict[str, Any]:
+    return {"files": {}, "cache": {"version": VERSION, "items": {}, "texts": [], "facts": facts}}
 
 
 def _size(path: Path) -> int | None:
     return path.stat().st_size if path.is_file() else None
 
 
-def _check_fits(directory: Path, index: Mapping[str, Any] | None, facts: Mapping[str, Any]) -> None:
+def _check_fits(directory: Path, index: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
     """Raise ConfigError for a cache of other settings or encoders; absent ones are not compared."""
-    made = facts if index is None else index["cache"]["facts"]
+    made = index["cache"]["facts"]
     found = [f"{key} was {made.get(key)} and is {now}" for key, now in facts.items() if made.get(key) != now]
     if found:
         raise ConfigError(
@@ -233,32 +235,21 @@ def _begin(
             "ended, or name another cache.directory"
         )
         hold(stack, directory / _LOCK, refusal)
-        index = read_index(directory)
+        index = read_index(directory) or _new_index(facts)
         # Again under the lock: another process may have made it meanwhile.
         _check_fits(directory, index, facts)
-        cache = {} if index is None else index["cache"]
-        files = {} if index is None else index["files"]
-        left = {path.name for path in directory.glob("item-*.safetensors")} - files.keys()
-        if cache.get("computed") != computed:
+        left = {path.name for path in directory.glob("item-*.safetensors")} - index["files"].keys()
+        if index["cache"].get("computed") != computed:
             for name in left:
                 (directory / name).unlink()
             left = set()
-            cache = {
-                "version": VERSION,
-                "items": {},
-                "texts": [],
-                "facts": facts,
-                **cache,
-                "computed": computed,
-            }
-            _write_index(directory, files, cache)
-        return left, cache["texts"]
+            _write_index(directory, index["files"], {**index["cache"], "computed": computed})
+        return left, index["cache"]["texts"]
 
 
 def _list_files(directory: Path, names: Sequence[str], texts: Sequence[str], made: Sequence[_Made]) -> None:
     """Publish an index with what all ranks have made; the items of this run come first."""
-    index = read_index(directory)
-    assert index is not None, "it was written under the lock"
+    index = read_index(directory) or {}
     files = {**index["files"], **{name: entry for one in made for name, entry in one.files.items()}}
     shapes = {**index["cache"]["items"], **{n: shape for one in made for n, shape in one.shapes.items()}}
     ordered = [*(name for name in names if name in shapes), *(name for name in shapes if name[:4] == "item")]
