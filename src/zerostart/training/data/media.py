@@ -108,13 +108,22 @@ def similar_path(path: Path) -> str | None:
     """Return a hint at the existing path that differs from ``path`` in slashes, capitals or accents only."""
     found = Path(path.anchor or ".")
     for part in Path(str(path).replace("\\", "/")).parts[bool(path.anchor) :]:
-        if not (found / part).exists():
-            entries = sorted(found.iterdir()) if found.is_dir() else []
-            part = next((entry.name for entry in entries if _folded(entry.name) == _folded(part)), "")
-            if not part:
-                return None
-        found /= part
+        entries = _entries(found)
+        name = part if part == ".." else entries.get(part) or entries.get(_folded(part))
+        if name is None:
+            return None
+        found /= name
     return f"did you mean {found}? (slashes, capitals and accents have to be the same)"
+
+
+@lru_cache(maxsize=64)  # many rows may name files of one folder
+def _entries(folder: Path) -> dict[str, str]:
+    """Return the names in a folder by themselves and without capitals; none of what cannot be listed."""
+    try:
+        names = sorted(entry.name for entry in folder.iterdir())
+    except OSError:
+        return {}
+    return {**{_folded(name): name for name in names}, **{name: name for name in names}}
 
 
 def _folded(name: str) -> str:
