@@ -1,50 +1,25 @@
-"""Tiny pipelines through whose encoders media go, the media, and a task that wants nothing but that."""
+"""Tiny pipelines through whose encoders media go, and the media."""
 
 import csv
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
 
 from tests.conformance.checkpoints import randomise
 from tests.integrations.pipelines import tiny_pipelines as tiny
-from zerostart.training import Task
 
 PROMPTS = ("a cat sees the sea", "a cat", "the sea", "and a cat sleeps", "the cat and the sea sleeps")
-
-
-class Encoding(Task):
-    """Takes encoded media; not to be trained."""
-
-    sections: ClassVar[frozenset[str]] = frozenset({"media", "cache"})
-
-    def open(self) -> None:
-        raise NotImplementedError
-
-    def items(self, world: Any) -> Any:
-        raise NotImplementedError
-
-    def builder(self) -> Any:
-        raise NotImplementedError
-
-    def collator(self, seed: int) -> Any:
-        raise NotImplementedError
-
-    def seen(self, batch: Any) -> int:
-        raise NotImplementedError
-
-    def loss(self, model: Any, batch: Any) -> torch.Tensor:
-        raise NotImplementedError
 
 
 def configured(pipeline: Path, media: Mapping[str, Any] | None, out: Path, **cache: Any) -> dict[str, Any]:
     """The configuration of a run that trains on ``media``, encoded by ``pipeline``."""
     values: dict[str, Any] = {
         "model": {"source": str(pipeline)},
-        "task": {"name": "tests.training.data.encoded:Encoding"},
+        "task": {"name": "flow-matching"},
         "engine": {"name": "fsdp2"},
         "train": {"steps": 1},
         "output": {"directory": str(out)},

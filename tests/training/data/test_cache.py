@@ -21,6 +21,7 @@ from tests.training.data.encoded import PROMPTS, bytes_of, configured, make, pic
 from tests.training.loop.held_locks import lock_held
 from zerostart.distributed.world import current_world
 from zerostart.errors import CheckpointError, ConfigError, ReadError, WriteError
+from zerostart.training.config.configuration import CacheConfig
 from zerostart.training.config.load import parse_config
 from zerostart.training.data import cache
 from zerostart.training.data.cache import ensure_cache
@@ -317,7 +318,7 @@ def test_damage_is_named_and_made_again(own: dict[str, Any], monkeypatch: pytest
 def test_directories_that_are_no_cache_are_refused(
     own: dict[str, Any], pipeline: Path, media: dict[str, Any], tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match="add the section media"):
+    with pytest.raises(ConfigError, match="needs the section media"):
         cached(configured(pipeline, None, tmp_path))
     mine = tmp_path / "mine"
     mine.mkdir()
@@ -463,9 +464,7 @@ def test_a_text_that_is_too_long_is_named_with_its_row(
     from zerostart.training.data.encoders import encoders
 
     pipeline = make(key, tmp_path / "pipeline")
-    settings = parse_config(configured(pipeline, None, tmp_path, max_sequence_length=40)).cache
-    assert settings is not None
-    with encoders(str(pipeline), settings, current_world()) as encoder:
+    with encoders(str(pipeline), CacheConfig(max_sequence_length=40), current_world()) as encoder:
         for words in range(1, 48):
             texts = " ".join(["cat"] * words), " ".join([*["cat"] * (words - 1), "sea"])
             one, other = (encoder.prompt(text) for text in texts)

@@ -202,10 +202,18 @@ def _eight_bits(image: Image) -> Image:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The presentation time of each frame and of the end, in seconds after the first frame."""
+    """The presentation time of each frame and of the end, in seconds after the first frame.
+
+    Where nothing tells times ``starts`` are the numbers of the frames, and ``end`` is None.
+    """
 
     starts: Sequence[Fraction]
-    end: Fraction
+    end: Fraction | None
+
+
+def _timeline(count: int, rate: Fraction | None) -> Timeline:
+    starts = [index / (rate or Fraction(1)) for index in range(count)]
+    return Timeline(starts, count / rate if rate else None)
 
 
 class Clip(ABC):
@@ -214,12 +222,8 @@ class Clip(ABC):
     size: Size
 
     @abstractmethod
-    def count(self, most: int | None) -> int:
-        """Count the frames, up to ``most``. Raises ConfigError."""
-
-    def timeline(self, seconds: Fraction | None) -> Timeline | None:
-        """Return the times of the frames up to ``seconds`` (None: of all); None if nothing tells them."""
-        return None
+    def timeline(self, seconds: Fraction | None, most: int | None) -> Timeline:
+        """Return the times of all frames, or up to ``seconds``, or of ``most``. Raises ConfigError."""
 
     @abstractmethod
     def pictures(self, indices: Sequence[int]) -> Iterator[Image]:
@@ -231,7 +235,13 @@ def open_clip(files: Sequence[MediaFile], background: Color) -> Clip:
     first = files[0]
     if stills := files if len(files) > 1 else first.frames():
         return _Stills(stills, background)
-    return _Animation(first, background) if first.suffix in IMAGE_SUFFIXES else _Stream(first)
+    if first.suffix not in IMAGE_SUFFIXES:
+        return _Stream(first)
+    with _open_image(first) as image:
+        # The second picture of an MPO is the same one for the other eye.
+        count = 1 if image.format == "MPO" else int(getattr(image, "n_frames", 1))
+        size = (image.height, image.width)
+    return _Animation(first, background, count, size) if count > 1 else _Stills([first], background)
 
 
 class _Stills(Clip):
@@ -242,8 +252,8 @@ class _Stills(Clip):
         self._background = background
         self.size = image_size(files[0])
 
-    def count(self, most: int | None) -> int:
-        return len(self._files)
+    def timeline(self, seconds: Fraction | None, most: int | None) -> Timeline:
+        return _timeline(len(self._files), None)
 
     def pictures(self, indices: Sequence[int]) -> Iterator[Image]:
         for index in indices:
@@ -251,36 +261,24 @@ class _Stills(Clip):
 
 
 class _Animation(Clip):
-    """A GIF, WebP or APNG; a picture is a video of one frame."""
+    """A GIF, WebP or APNG of several frames."""
 
-    def __init__(self, file: MediaFile, background: Color) -> None:
+    def __init__(self, file: MediaFile, background: Color, count: int, size: Size) -> None:
         self._file = file
         self._background = background
-        with _open_image(file) as image:
-            # The second picture of an MPO is the same one for the other eye.
-            self._count = 1 if image.format == "MPO" else int(getattr(image, "n_frames", 1))
-            self.size = (image.height, image.width)
-        if self._count == 1:
-            self.size = image_size(file)
+        self._count = count
+        self.size = size
 
-    def count(self, most: int | None) -> int:
-        return self._count
-
-    def timeline(self, seconds: Fraction | None) -> Timeline | None:
-        if self._count == 1:
-            return None
+    def timeline(self, seconds: Fraction | None, most: int | None) -> Timeline:
         starts = [Fraction(0)]
         with _open_image(self._file) as image:
             for index in range(self._count):
                 image.seek(index)
                 starts.append(starts[-1] + Fraction(image.info.get("duration", 0)) / 1000)
         *starts, end = starts
-        return Timeline(starts, end) if end else None
+        return Timeline(starts, end) if end else _timeline(self._count, None)
 
     def pictures(self, indices: Sequence[int]) -> Iterator[Image]:
-        if self._count == 1:
-            yield from [rgb_image(self._file, self._background)] * len(indices)
-            return
         with _open_image(self._file) as image:
             for index in indices:
                 image.seek(index)
@@ -314,21 +312,17 @@ class _Stream(Clip):
                 stream.thread_type = "AUTO"
                 yield container, stream
 
-    def count(self, most: int | None) -> int:
-        found = 0
-        with self._open() as (container, stream):
-            for _ in _shown_packets(container, stream):
-                found += 1
-                if found == most:
-                    break
-        return found
-
-    def timeline(self, seconds: Fraction | None) -> Timeline | None:
+    def timeline(self, seconds: Fraction | None, most: int | None) -> Timeline:
         with self._open() as (container, stream):
             base, rate = stream.time_base, stream.average_rate or stream.guessed_rate
             shown: list[tuple[int, int]] = []
             untimed, begin, beyond = 0, math.inf, math.inf
-            for packet in _shown_packets(container, stream):
+            for packet in container.demux(stream):
+                # An empty packet ends the stream, and one that is to be discarded is never shown.
+                if not packet.size or packet.is_discard:
+                    continue
+                if len(shown) + untimed == most:
+                    break
                 if packet.pts is None:
                     untimed += 1
                     continue
@@ -341,13 +335,13 @@ class _Stream(Clip):
                     break
         shown = sorted(one for one in shown if one[0] <= beyond)
         if untimed or not shown:
-            return None if rate is None else _uniform(untimed + len(shown), rate)
+            return _timeline(untimed + len(shown), rate)
         starts = [(time - shown[0][0]) * base for time, _ in shown]
         # Containers round times to their own unit: a constant rate is taken exactly.
         if rate is not None:
             near = min(base, 1 / (4 * rate))
             if all(abs(start - index / rate) <= near for index, start in enumerate(starts)):
-                return _uniform(len(starts), rate)
+                return _timeline(len(starts), rate)
         last = shown[-1][1] * base or (1 / rate if rate else Fraction(0))
         return Timeline(starts, starts[-1] + last)
 
@@ -367,15 +361,6 @@ class _Stream(Clip):
                 yield _upright(frame)
 
 
-def _shown_packets(container: Any, stream: Any) -> Iterator[Any]:
-    # An empty packet ends the stream, and one that is to be discarded is never shown.
-    return (packet for packet in container.demux(stream) if packet.size and not packet.is_discard)
-
-
-def _uniform(count: int, rate: Fraction) -> Timeline:
-    return Timeline([index / rate for index in range(count)], count / rate)
-
-
 def _upright(frame: VideoFrame) -> Image:
     picture = frame.to_image()
     turns = round(frame.rotation / 90) % 4  # counterclockwise
@@ -388,15 +373,10 @@ def picked_frames(clip: Clip, config: DatasetConfig, most: int) -> list[int]:
     even = config.frames == "even"
     # By way of its text: 23.976 means 23976/1000, and not the float next to it.
     rate = None if config.frame_rate is None else Fraction(str(config.frame_rate))
-    timeline = None
-    if even or rate is not None:
-        timeline = clip.timeline(None if rate is None else config.num_frames / rate)
-    if timeline is None:
-        rate, frames = None, clip.count(None if even else config.num_frames)
-        starts: Sequence[Fraction] = [Fraction(index) for index in range(frames)]
-    else:
-        starts, frames = timeline.starts, len(timeline.starts)
-    available = frames if timeline is None or rate is None else math.floor(timeline.end * rate)
+    seconds = None if rate is None else config.num_frames / rate
+    timeline = clip.timeline(seconds, None if even or rate is not None else config.num_frames)
+    starts = timeline.starts
+    available = math.floor(timeline.end * rate) if rate and timeline.end is not None else len(starts)
     factor, remainder = config.time_division_factor, config.time_division_remainder
     count = min(available, most)
     count -= (count - remainder) % factor
@@ -408,7 +388,9 @@ def picked_frames(clip: Clip, config: DatasetConfig, most: int) -> list[int]:
         )
     if even:
         return [_nearest(starts, index * starts[-1] / max(count - 1, 1)) for index in range(count)]
-    return list(range(count)) if rate is None else [_nearest(starts, index / rate) for index in range(count)]
+    if rate is None or timeline.end is None:
+        return list(range(count))
+    return [_nearest(starts, index / rate) for index in range(count)]
 
 
 def _nearest(starts: Sequence[Fraction], time: Fraction) -> int:
