@@ -81,6 +81,7 @@ _MODELS: Mapping[str, Mapping[str, Any]] = {
     "olmo2": {"intermediate_size": 32},
     "glm4": {"intermediate_size": 32, "pad_token_id": 0},
     "phi3": {"intermediate_size": 32, "pad_token_id": 0},
+    "falcon": {"bias": False, "alibi": False, "multi_query": False, "new_decoder_architecture": False},
     "bloom": {"n_head": 4, "n_layer": 2},
     "deepseek_v2": _DEEPSEEK,
     "deepseek_v3": _DEEPSEEK,

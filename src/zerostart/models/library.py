@@ -24,7 +24,16 @@ from zerostart.checkpoint.strict_json import JsonObject
 from zerostart.errors import BuildError, ConversionError
 from zerostart.models.aliases import owner_of, replace_tensor, state_names
 from zerostart.models.operator_log import OperatorLog
-from zerostart.recipe import Coverage, Recipes, Target, matched, one_thread, run_converter, symbols_of
+from zerostart.recipe import (
+    Coverage,
+    Recipes,
+    Target,
+    dequantised_symbols,
+    matched,
+    one_thread,
+    run_converter,
+    symbols_of,
+)
 
 #: What autoencoders and image encoders are run by.
 ENTRIES = ("encode", "decode", "tiled_encode", "tiled_decode", "encode_image", "encode_video")
@@ -197,8 +206,9 @@ class ModelLibrary(ABC):
         dict. Raises ConversionError for one that fails, is random, or depends on the values of weights.
         """
         converter = chosen_converter(built.model, converter, self.converter)
-        symbols = symbols_of(catalog)
-        return matched(symbols if converter is None else run_converter(converter, symbols), targets)
+        if converter is None:
+            return matched(dequantised_symbols(catalog, targets), targets)
+        return matched(run_converter(converter, symbols_of(catalog)), targets)
 
     def revert(self, model: nn.Module, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """A state dict of the model under the checkpoint's names and shapes; also of meta tensors."""

@@ -92,13 +92,16 @@ def _state_dict(name: str, made: object) -> dict[str, SymbolicTensor]:
 
 
 def matched(
-    tensors: Mapping[str, SymbolicTensor], targets: Mapping[str, Target], ignored: tuple[str, ...] = ()
+    tensors: Mapping[str, SymbolicTensor],
+    targets: Mapping[str, Target],
+    ignored: tuple[str, ...] = (),
+    dropped: tuple[str, ...] = (),
 ) -> Recipes:
-    """Recipes out of a state dict whose names are the model's.
+    """Recipes out of a state dict whose names are the model's; ``dropped`` are names that it left out.
 
     Raises ConversionError as ``assembled`` does.
     """
-    unexpected = [key for key in tensors if key not in targets]
+    unexpected = [*(key for key in tensors if key not in targets), *dropped]
     return assembled(tensors, targets, unexpected, frozenset(tensors), (), ignored)
 
 

@@ -90,6 +90,11 @@ def compared(cases: list[Case]) -> list[tuple[Trace, list[str]]]:
     return found
 
 
+def trained(case: Case) -> Trace:
+    """The trace of a case that stock cannot train."""
+    return _trained(loaded(case), config_of(case))[0]
+
+
 def _stock(case: Case) -> tuple[dict[str, torch.Tensor], Trace, dict[str, torch.Tensor]]:
     """DeepSpeed's own, of the whole model on every rank: slices, the trace, and slices after it."""
     import deepspeed

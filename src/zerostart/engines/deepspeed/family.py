@@ -330,9 +330,10 @@ class ZeroThree(DeepSpeed):
     def preserve_calls(self, model: nn.Module, entries: Sequence[str]) -> None:
         # The methods need nothing, as each module gathers its own parameters.
         from zerostart.engines.deepspeed.calls import keep_calls
-        from zerostart.upstream.deepspeed.construction import keep_stage
+        from zerostart.upstream.deepspeed.construction import keep_edits, keep_stage
 
         keep_calls(model)
+        keep_edits(model)
         keep_stage(model, self.title, {3}.__contains__)
 
     def synchronize_added(self, model: nn.Module, added: Sequence[nn.Parameter]) -> None:

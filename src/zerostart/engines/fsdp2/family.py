@@ -188,8 +188,10 @@ class FSDP2(Engine):
 
     def preserve_calls(self, model: nn.Module, entries: Sequence[str]) -> None:
         from zerostart.engines.fsdp2.calls import keep_calls
+        from zerostart.engines.fsdp2.edits import keep_edits
 
         keep_calls(model, entries)
+        keep_edits(model)
 
     def shards_of(self, model: nn.Module, parallelism: Parallelism, rank: int) -> dict[str, Shard]:
         # Parameters that a forward left gathered are resharded.

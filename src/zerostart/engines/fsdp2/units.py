@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from zerostart.engines.training import EngineConfig, with_first_values
 from zerostart.errors import ConfigError, EngineError
 from zerostart.models import library_of
-from zerostart.upstream.torch.fsdp2 import whole_tensor
+from zerostart.upstream.torch.fsdp2 import check_kept, whole_tensor
 
 _ATTRIBUTE = "_zerostart_computes_in"
 
@@ -243,6 +243,7 @@ def shard_added(model: nn.Module, options: EngineConfig, fp32: bool) -> list[str
     parameter, where a module that is never called holds it, or it has no dimensions and is to be trained.
     """
     check_frozen(model)
+    check_kept(model)
     added: list[tuple[str, nn.Module]] = []
     for name, module in model.named_modules():
         # Parameters without dimensions stay whole beside a unit; they are refused elsewhere if they train.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,15 @@ from zerostart.checkpoint.strict_json import JsonObject
 from zerostart.errors import BuildError, ConversionError, UnsupportedVersionError
 from zerostart.models.aliases import state_names
 from zerostart.models.library import Built, Construction, ModelLibrary, OwnLoading, Stored
-from zerostart.recipe import Recipes, SymbolicTensor, Target, matched, run_converter, symbols_of
+from zerostart.recipe import (
+    Recipes,
+    SymbolicTensor,
+    Target,
+    dequantised_symbols,
+    leaves_of,
+    matched,
+    run_converter,
+)
 from zerostart.upstream.diffusers import weights as upstream
 from zerostart.upstream.diffusers.weights import fix_names, model_class, original_layout, require
 from zerostart.upstream.guard import Function
@@ -121,8 +130,8 @@ class Diffusers(ModelLibrary):
         """By the layout that fits of those that a checkpoint may have, or by a callable."""
         if converter is not None:
             return super().recipes(built, catalog, targets, converter)
-        reading = convert(built.model, symbols_of(catalog), targets)
-        return matched(reading.tensors, targets, reading.others)
+        reading = convert(built.model, dequantised_symbols(catalog, targets), targets)
+        return matched(reading.tensors, targets, reading.others, reading.dropped)
 
     def ignorable(self, model: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """The model's own patterns."""
@@ -205,6 +214,18 @@ def _check_described(config: Mapping[str, object], kind: type, path: Path) -> No
 
 
 Symbols = Mapping[str, SymbolicTensor]
+_STATISTICS = r"per_channel_statistics\.(channel|mean-of-means|mean-of-stds)"
+#: By converter of diffusers, names that it leaves out since the model does not have them.
+_DROPPED = {
+    "convert_cosmos_transformer_checkpoint_to_diffusers": r"logvar\.|pos_embedder\.|accum_|_extra_state",
+    "convert_flux3_transformer_checkpoint_to_diffusers": r"^repa_projectors\.",
+    "convert_ltx2_transformer_to_diffusers": r"(video|audio)_embeddings_connector",
+    "convert_ltx2_vae_to_diffusers": _STATISTICS,
+    "convert_ltx_vae_checkpoint_to_diffusers": _STATISTICS,
+    "convert_minimax_h3_transformer_checkpoint_to_diffusers": r"^rope\.inv_freq$",
+    "convert_sana_transformer_to_diffusers": r"^(y_embedder\.y_embedding|pos_embed)$",
+    "convert_z_image_transformer_checkpoint_to_diffusers": r"norm_final\.weight$",
+}
 
 
 # A file may hold the model under its own names, under those of the original release, for which diffusers
@@ -217,6 +238,8 @@ class Reading:
 
     tensors: dict[str, SymbolicTensor]
     others: tuple[str, ...] = ()
+    #: Checkpoint names that a converter leaves out of its result.
+    dropped: tuple[str, ...] = ()
 
 
 def convert(model: object, symbols: Symbols, targets: Mapping[str, Target]) -> Reading:
@@ -265,9 +288,9 @@ def _readings(model: object, symbols: Symbols) -> Iterator[Callable[[], Reading]
     if stripped is not None:
         yield lambda: as_it_is(stripped, others)
     if converter is not None:
-        yield lambda: Reading(_converted(converter, model, part), others)
+        yield lambda: _converted(converter, model, part, others)
         if stripped is not None:
-            yield lambda: Reading(_converted(converter, model, stripped), others)
+            yield lambda: _converted(converter, model, stripped, others)
 
 
 def _component(
@@ -283,10 +306,20 @@ def _component(
     return part, stripped, tuple(name for name in symbols if name not in part)
 
 
-def _converted(converter: Function, model: ModelMixin, part: Symbols) -> dict[str, SymbolicTensor]:
+def _converted(converter: Function, model: ModelMixin, part: Symbols, others: tuple[str, ...]) -> Reading:
     def convert(state_dict: JsonObject) -> JsonObject:
         made = converter(config=dict(model.config), checkpoint=state_dict)
         # One that looks for a key with `get` leaves None where the checkpoint has none.
         return {name: value for name, value in made.items() if value is not None}
 
-    return run_converter(convert, part, getattr(converter, "__name__", "of diffusers"))
+    name = getattr(converter, "__name__", "of diffusers")
+    tensors = run_converter(convert, part, name)
+    used = {source for tensor in tensors.values() for source in leaves_of(tensor.value.pieces)}
+    may_drop = _DROPPED.get(name, "(?!)")
+    dropped = {
+        source
+        for key, tensor in part.items()
+        for source in leaves_of(tensor.value.pieces)
+        if source not in used and not re.search(may_drop, key)
+    }
+    return Reading(tensors, others, tuple(sorted(dropped)))

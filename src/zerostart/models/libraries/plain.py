@@ -9,7 +9,7 @@ from torch import nn
 
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.models.library import Built, ModelLibrary, chosen_converter
-from zerostart.recipe import Recipes, Target, loaded_into, run_converter, symbols_of
+from zerostart.recipe import Recipes, Target, dequantised_symbols, loaded_into, run_converter, symbols_of
 from zerostart.upstream.deepspeed.zero3_start import keep_printable
 
 
@@ -29,10 +29,10 @@ class Plain(ModelLibrary):
     ) -> Recipes:
         """What the module's own loading makes of the checkpoint, or of what the caller's converter makes."""
         chosen = chosen_converter(built.model, converter, self.converter)
-        symbols = symbols_of(catalog)
         if chosen is None:
+            symbols = dequantised_symbols(catalog, targets)
             return loaded_into(built.model, symbols, targets, catalog.versions, built.log)
-        return loaded_into(built.model, run_converter(chosen, symbols), targets, None, built.log)
+        return loaded_into(built.model, run_converter(chosen, symbols_of(catalog)), targets, None, built.log)
 
 
 PACKAGE = "diffsynth."

@@ -28,6 +28,7 @@ from zerostart.recipe import (
     SymbolicTensor,
     Target,
     assembled,
+    dequantised_symbols,
     recorded,
     settled,
     symbols_of,
@@ -148,7 +149,9 @@ class Transformers(ModelLibrary):
             if converter is None
             else list(converter)
         )
-        made = convert(built.model, mapping, symbols_of(catalog), targets)
+        plain = converter is None and built.quantizer is None
+        symbols = dequantised_symbols(catalog, targets) if plain else symbols_of(catalog)
+        made = convert(built.model, mapping, symbols, targets)
         return assembled(made.tensors, targets, made.unexpected, made.converted, made.used)
 
     def revert(self, model: nn.Module, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

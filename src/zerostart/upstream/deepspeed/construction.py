@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,8 @@ from zerostart.upstream.deepspeed.tensors import slices_of
 from zerostart.upstream.deepspeed.zero12_groups import expert_of
 from zerostart.upstream.guard import Use, demand, misfit
 from zerostart.upstream.patches import RefCountedPatches, Ticket, fits, replaced
-from zerostart.upstream.types import DeepSpeedConfig
+from zerostart.upstream.torch.tensors import is_edit, overloads, shares_storage
+from zerostart.upstream.types import Arguments, DeepSpeedConfig, Keywords
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -158,6 +160,7 @@ def _enter(stack: ExitStack) -> None:
     ) -> object:
         if not wrong:  # What slices and experts need does not depend on it.
             _check_stage(self.zero_optimization_stage(), model)
+        _open_placeholders(model)
         _take_slices(self, model)
         if _has_its_experts(self, model):
             from deepspeed.module_inject.auto_ep_layer import ReplacementSourceMap
@@ -264,6 +267,78 @@ def _are_registered() -> bool:
 
 def _is_hollow(parameter: Any) -> bool:
     return hasattr(parameter, "ds_id") and not parameter.numel() and parameter.ds_numel > 0
+
+
+_NAME, _OF = "_zerostart_name", "_zerostart_parameter"
+#: Functions that may return their argument itself, and need no elements.
+_WHOLE = ("contiguous", "detach", "to")
+
+
+def keep_edits(model: nn.Module) -> None:
+    """Refuse edits of the empty placeholders of ``model``, which would be lost, until the engine starts."""
+    for name, parameter in model.named_parameters():
+        if type(parameter) is nn.Parameter and _is_hollow(parameter):
+            held: Any = parameter
+            vars(held)[_NAME] = name
+            held.__class__ = _Placeholder
+    for module in model.modules():
+        module.register_load_state_dict_pre_hook(_check_state_dict)  # type: ignore[no-untyped-call]
+
+
+def _open_placeholders(model: nn.Module) -> None:
+    empty: dict[str, Any] = {n: p for n, p in model.named_parameters() if isinstance(p, _Placeholder)}
+    for name, parameter in empty.items():
+        parameter.__class__ = nn.Parameter
+        if parameter.numel() and parameter.ds_status.name == "NOT_AVAILABLE":
+            _refuse(name)  # ``data`` was assigned
+
+
+def _check_state_dict(module: nn.Module, state: Mapping[str, object], prefix: str, *_: object) -> None:
+    for leaf, parameter in module._parameters.items():
+        if prefix + leaf in state and _is_hollow(parameter):
+            _refuse(getattr(parameter, _NAME, prefix + leaf))
+
+
+def _refuse(name: str) -> NoReturn:
+    raise EngineError(
+        f"{name} is sharded (ZeRO-3) and has no elements here, so a change of it or of a part would be "
+        f"lost: change it inside `with zerostart.gathered(model, {name!r}, modifier_rank=0)`"
+    )
+
+
+class _Values(torch.Tensor):
+    """The ``data`` of a placeholder."""
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: object, args: Arguments = (), kwargs: Keywords | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        target: Any = next(iter((*args, *kwargs.values())), None)
+        name = getattr(function, "__name__", "")
+        # Initialisers ask for the shape, and would blame it.
+        asked = name in ("dim", "ndimension") and sys._getframe(1).f_globals["__name__"] == "torch.nn.init"
+        with torch._C.DisableTorchFunctionSubclass():
+            parameter = getattr(target, _OF, target)
+            if not _is_hollow(parameter):
+                return function(*args, **kwargs)
+            if asked or is_edit(name) or _is_view(name):
+                _refuse(getattr(parameter, _NAME, "a parameter"))
+            result = function(*args, **kwargs)
+            if type(result) is torch.Tensor and shares_storage(result, target):
+                result = result.as_subclass(_Values)
+                setattr(result, _OF, parameter)
+            return result
+
+
+class _Placeholder(nn.Parameter):
+    __torch_function__ = _Values.__torch_function__
+
+
+@functools.cache
+def _is_view(name: str) -> bool:
+    returned = [each._schema.returns for each in overloads(name) if name not in _WHOLE]
+    return name == "__getitem__" or any(r and r[0].alias_info is not None for r in returned)
 
 
 def _enter_state_dicts(stack: ExitStack) -> None:

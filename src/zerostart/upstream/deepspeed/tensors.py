@@ -113,12 +113,22 @@ def described(model: nn.Module, size: int, section: DeepSpeedConfig) -> dict[str
 def sliced(model: nn.Module, size: int, section: DeepSpeedConfig) -> None:
     """Leave this rank's slices of ``model`` (on meta) in DeepSpeed's layers; needs the joined groups."""
     # What is no parameter has its values by now, and layers that take a buffer over take it to meta.
+    from deepspeed.module_inject.layers import LinearAllreduce
+
     buffers = dict(model.named_buffers())
     _partition(model, size, section)
+    for module in model.modules():
+        if isinstance(module, LinearAllreduce):
+            module.register_forward_hook(_own)
     for name, buffer in model.named_buffers():
         if buffer.is_meta and name in buffers:
             owner, _, leaf = name.rpartition(".")
             model.get_submodule(owner)._buffers[leaf] = buffers[name]
+
+
+def _own(module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
+    """Return an output that a model such as Falcon may add to in place."""
+    return output.clone() if output._is_view() else output
 
 
 def rules_of_plan(plan: Mapping[str, str]) -> dict[str, object]:

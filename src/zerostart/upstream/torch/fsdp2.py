@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from zerostart.errors import EngineError
 from zerostart.upstream.guard import Use, need
 from zerostart.upstream.torch.tensors import over
 
@@ -35,7 +36,7 @@ _SHARDS = Use(
     "post_forward_mesh_info, device, shard_placement_fn, mp_policy, offload_policy), "
     "torch.distributed.fsdp._fully_shard._fsdp_param_group:_get_param_module_infos(params, modules), "
     "._module_info, ._post_load_hook_handle, .device, .fsdp_placement, .mesh_info, .mp_policy, "
-    ".post_forward_mesh_info, .sharded_param",
+    ".post_forward_mesh_info, .sharded_param, .sharded_state",
     "a shard is made of a whole parameter",
 )
 _ACCUMULATED = Use(
@@ -50,11 +51,34 @@ def has_run(model: nn.Module) -> bool:
     return any(state._is_root is not None for state in states)
 
 
+def has_begun(model: nn.Module) -> bool:
+    """Return whether ``model`` is no unit, or has settled as the root of its units."""
+    need(_UNITS, _STATES)
+    return not isinstance(model, FSDPModule) or model._get_fsdp_state()._is_root is not None
+
+
 def begin_at(model: nn.Module) -> None:
     """Settle that ``model`` is the root of its units, whichever of them runs first; once is enough."""
-    need(_UNITS, _STATES)
+    check_kept(model)
     if isinstance(model, FSDPModule):
         model._get_fsdp_state()._lazy_init()
+
+
+def check_kept(model: nn.Module) -> None:
+    """Raise EngineError if a whole parameter has replaced a sharded one."""
+    need(_UNITS, _STATES, _SHARDS)
+    names = {id(module): name for name, module in model.named_modules()}
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for parameter in (p for u in units for g in _groups(u._get_fsdp_state()) for p in g.fsdp_params):
+        info, at_rest = parameter._module_info, parameter.sharded_state.name == "SHARDED"
+        held = info.module._parameters.get(info.param_name)
+        if at_rest and held is not None and not isinstance(held, DTensor):
+            name = f"{names.get(id(info.module), '')}.{info.param_name}".lstrip(".")
+            raise EngineError(
+                f"{name} was sharded by FSDP2, and another parameter has been put in its place, which would "
+                "not be trained: keep the parameter, and write the values to it with copy_, or inside "
+                f"`with zerostart.gathered(model, {name!r}, modifier_rank=0)`"
+            )
 
 
 def are_reduced_as_shards() -> bool:

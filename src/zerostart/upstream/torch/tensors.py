@@ -24,7 +24,14 @@ _TRUNCATED_NORMAL = Use(
     "_no_grad_trunc_normal_(tensor, mean, std, a, b, *, generator), trunc_normal_",
     "does nothing on meta, and is logged as it is called",
 )
+#: In-place methods that change no element.
+_METADATA = ("requires_grad_", "share_memory_", "detach_", "rename_")
 _SPEC = Use("torch.distributed.tensor:DTensor", "_spec", "a DTensor with the sharding of another")
+_FUNCTIONS = Use(
+    "torch.distributed.tensor:DTensor",
+    "__torch_function__, ._local_tensor",
+    "edits of parts reach the shards",
+)
 _GROUPS = Use(
     "torch.distributed.fsdp:FSDPModule",
     "_apply",
@@ -40,6 +47,34 @@ _TABLES = Use(
     "._parameters, ._buffers, ._non_persistent_buffers_set",
     "a module's tensors are looked up and put back in its own tables",
 )
+
+
+def intercept_functions(handler: Callable[..., Any] | None) -> None:
+    """Have ``handler(function, args, kwargs)`` run torch functions of DTensors; None ends it."""
+    need(_FUNCTIONS)
+    from torch.distributed.tensor import DTensor
+
+    def run(cls: type, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return handler(function, args, kwargs or {})  # type: ignore[misc]
+
+    kind: Any = DTensor
+    kind.__torch_function__ = torch._C._disabled_torch_function_impl if handler is None else classmethod(run)
+
+
+def is_edit(name: str) -> bool:
+    """Return whether a torch function of this name changes elements of its first argument."""
+    inner = name.removeprefix("__i")
+    augmented = inner != name and inner not in ("nt__", "ndex__", "nvert__")
+    in_place = name.endswith("_") and not name.endswith("__") and name not in _METADATA
+    return augmented or in_place or name == "__setitem__"
+
+
+@functools.cache
+def overloads(name: str) -> list[Any]:
+    """Return the operators of torch that a function of this name may run."""
+    packet = getattr(torch.ops.aten, name, None)
+    return [] if packet is None else [getattr(packet, each) for each in packet.overloads()]
 
 
 def storage_users(storage: torch.UntypedStorage) -> int:

@@ -1,0 +1,77 @@
+"""Scales of quantised tensors that no library dequantises, such as those of ComfyUI's float8 files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+
+import torch
+
+from zerostart.checkpoint.catalog import Catalog
+from zerostart.errors import ConversionError
+from zerostart.recipe.stored import symbols_of
+from zerostart.recipe.symbolic import SymbolicTensor
+
+_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_SCALES = ("scale_weight", "weight_scale")
+#: What a tensor next to a weight says of activations, or of a format that the dtype says as well.
+_HINTS = ("comfy_quant", "input_scale", "scale_input")
+_OF_WEIGHT = re.compile(
+    rf"(.*\.)?({'|'.join((*_SCALES, *_HINTS))}|weight_scale_inv|weight_scale_2|weight_zero_point|weight_[gv]"
+    r"|qzeros|scales|SCB|g_idx)"
+)
+_OF_TENSOR = re.compile(r"(.+?)(_scale|_scale_inv|_zero_point|\.absmax|\.quant_map|\.quant_state\..+)")
+
+
+def dequantised_symbols(catalog: Catalog, targets: Collection[str]) -> dict[str, SymbolicTensor]:
+    """Return the checkpoint's tensors, those with a scale multiplied by it; see ``symbols_of``.
+
+    A name in ``targets`` is the model's own. Raises ConversionError for what quantises a tensor in another
+    way, since the stored numbers are not the weights.
+    """
+    symbols = symbols_of(catalog)
+    owners = {name: owner for name in symbols if name not in targets and (owner := _owner(name))}
+    found = {name: owner for name, owner in owners.items() if owner in symbols or owner in targets}
+    scaled: dict[str, SymbolicTensor] = {}
+    for name, owner in found.items():
+        weight, scale = symbols.get(owner), symbols[name]
+        if _is_scale(name, owner) and weight is not None and (shape := _broadcast(weight, scale)) is not None:
+            scaled[owner] = weight.to(torch.float32) * scale.to(torch.float32).view(shape)  # type: ignore[assignment]
+    for name, owner in found.items():
+        known = _is_scale(name, owner) or name.rpartition(".")[2] in _HINTS
+        if owner not in scaled or not known:
+            kinds = [str(symbols[one].dtype) for one in (name, owner) if one in symbols]
+            raise ConversionError(
+                f"{name} ({', of '.join(kinds)}) belongs to the quantised tensor {owner}, whose stored "
+                "numbers are not the weights without it. Only float8 weights with one scale, or one for "
+                "each row, are dequantised: convert the checkpoint to bfloat16, or pass a converter that "
+                "dequantises it"
+            )
+    marker = {"scaled_fp8"} if scaled else set()
+    return {
+        name: scaled.get(name, symbol)
+        for name, symbol in symbols.items()
+        if name not in found and name.rpartition(".")[2] not in marker
+    }
+
+
+def _owner(name: str) -> str | None:
+    if beside := _OF_WEIGHT.fullmatch(name):
+        return f"{beside[1] or ''}weight"
+    after = _OF_TENSOR.fullmatch(name)
+    return after[1] if after else None
+
+
+def _is_scale(name: str, owner: str) -> bool:
+    return name.rpartition(".")[2] in _SCALES or name == f"{owner}_scale"
+
+
+def _broadcast(weight: SymbolicTensor, scale: SymbolicTensor) -> list[int] | None:
+    """The shape in which ``scale`` multiplies ``weight``; None for a layout that is not known."""
+    if weight.dtype not in _FLOAT8 or not scale.dtype.is_floating_point:
+        return None
+    ones = [1] * (weight.dim() - 1)
+    if scale.numel() == 1:
+        return [1, *ones]
+    rows = weight.shape[0] if weight.dim() else 0
+    return [rows, *ones] if list(scale.shape) in ([rows], [rows, *ones]) else None

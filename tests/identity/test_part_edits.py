@@ -1,0 +1,223 @@
+"""Edits of parts of parameters right after the load: the same result as on a model in one process."""
+
+import copy
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zerostart
+from tests.ranks import run_ranks
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 1,
+    "zero_optimization": {"stage": 3},
+    "zero_allow_untested_optimizer": True,
+}
+
+
+class Model(nn.Module):
+    """A weight for each edit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(65, 8)
+        self.head = nn.Linear(8, 65)
+        self.projector = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        self.edited = nn.ModuleList(nn.Linear(8, 65, bias=False) for _ in EDITS)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.projector(self.embed(tokens)))
+
+
+def alpaca(w: torch.Tensor) -> None:
+    rows = w.data
+    rows[-4:] = rows[:-4].mean(dim=0, keepdim=True)
+
+
+def swap(w: torch.Tensor) -> None:
+    first = w.data[3].clone()
+    w.data[3] = w.data[60]
+    w.data[60] = first
+
+
+def stale(w: torch.Tensor) -> None:
+    rows = w[2:50]
+    w[3] = 7.0
+    w.mul_(2)
+    w[50:53] = rows[:3]
+
+
+def columns(w: torch.Tensor) -> None:
+    w[:, :4] = 0
+
+
+def masked(w: torch.Tensor) -> None:
+    w[w > 0.5] = 0.5
+
+
+def unbound(w: torch.Tensor) -> None:
+    w.unbind(0)[40].zero_()
+
+
+def inner(w: torch.Tensor) -> None:
+    w.view(-1)[:32].zero_()
+    w.t()[2, 5:40].fill_(3)
+    w.reshape(-1, 4)[100:, 1:3].mul_(2)
+
+
+def augmented(w: torch.Tensor) -> None:
+    w[7] += 1
+    w.data[8:40, 2] *= 3
+    w -= 0.5
+
+
+def replaced(w: torch.Tensor) -> None:
+    w.data = torch.arange(w.numel(), dtype=w.dtype).view(w.shape)
+
+
+def noise(w: torch.Tensor) -> None:
+    w.add_(torch.randn_like(w) * 0.02)
+
+
+def written_out(w: torch.Tensor) -> None:
+    torch.mul(w[1], 2, out=w[33])
+
+
+EDITS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "alpaca": alpaca,
+    "swap": swap,
+    "stale": stale,
+    "columns": columns,
+    "masked": masked,
+    "unbound": unbound,
+    "inner": inner,
+    "augmented": augmented,
+    "replaced": replaced,
+    "noise": noise,
+    "out": written_out,
+    "row": lambda w: w[5].fill_(1),
+    "slice": lambda w: w[40:60].fill_(2),
+    "narrow": lambda w: w.narrow(0, 30, 10).zero_(),
+    "chunk": lambda w: w.chunk(3)[1].add_(1),
+    "split": lambda w: torch.split(w, 10)[6].copy_(torch.ones(5, 8)),
+    "column slice": lambda w: w[:, :4].zero_(),
+    "clamp": lambda w: w.clamp_(-0.1, 0.1),
+    "index_copy": lambda w: w.index_copy_(0, torch.tensor([1, 64]), torch.ones(2, 8)),
+    "index_fill": lambda w: w.index_fill_(1, torch.tensor([1, 3]), 2.0),
+    "normal": lambda w: nn.init.normal_(w, std=0.02),
+    "trunc_normal": lambda w: nn.init.trunc_normal_(w, std=0.02),
+    "xavier": nn.init.xavier_uniform_,
+    "kaiming": nn.init.kaiming_uniform_,
+    "orthogonal": nn.init.orthogonal_,
+    "normal rows": lambda w: w.data[-5:].normal_(),
+    "uniform columns": lambda w: w.data[:, 2:5].uniform_(),
+    "copied": lambda w: w.copy_(torch.ones(65, 8)),
+}
+
+
+def edit_all(model: nn.Module) -> dict[str, str]:
+    """Make each edit of a weight of its own; returns what was raised."""
+    raised = {}
+    for layer, (name, edit) in zip(model.edited, EDITS.items(), strict=True):
+        torch.manual_seed(7)
+        try:
+            with torch.no_grad():
+                edit(layer.weight)
+        except Exception as error:
+            raised[name] = f"{type(error).__name__}: {error}"
+    return raised
+
+
+def edited() -> list[str]:
+    torch.manual_seed(3)
+    whole = Model()
+    model = zerostart.load(copy.deepcopy(whole.state_dict()), model=Model, engine="fsdp2", progress=False)
+    assert (edit_all(whole), edit_all(model)) == ({}, {})
+    after = dict(zerostart.full_tensors(model, rank=None))
+    weights = [after[f"edited.{number}.weight"] for number in range(len(EDITS))]
+    pairs = zip(weights, whole.edited, EDITS, strict=True)
+    return [name for weight, layer, name in pairs if not torch.equal(weight, layer.weight)]
+
+
+def test_edits_of_parts_reach_the_shards() -> None:
+    assert run_ranks(edited, 2) == [[], []]
+
+
+def refused() -> str:
+    import deepspeed
+
+    model = zerostart.load(Model().state_dict(), model=Model, engine="deepspeed", progress=False)
+    raised = edit_all(model)
+    for number, name in enumerate(EDITS):
+        weight = f"edited.{number}.weight"
+        # What torch cannot refuse is told at the start.
+        told = (
+            re.escape(f"EngineError: {weight} ") + ".*" + re.escape(f"zerostart.gathered(model, '{weight}'")
+        )
+        assert re.match(told, raised.get(name, "")) or name == "replaced", (name, raised.get(name))
+    with pytest.raises(zerostart.ZerostartError) as caught:
+        deepspeed.initialize(model=model, config=CONFIG)
+    return str(caught.value)
+
+
+def test_edits_of_placeholders_are_refused() -> None:
+    first, second = run_ranks(refused, 2)
+    assert first == second
+    assert first.startswith(f"edited.{list(EDITS).index('replaced')}.weight is sharded (ZeRO-3)")
+
+
+def started() -> None:
+    """An edit as the message says, then the engine: its parameters are torch's own."""
+    import deepspeed
+
+    start = Model()
+    dist.broadcast(start.embed.weight.data, 0)
+    model = zerostart.load(start.state_dict(), model=Model, engine="deepspeed", progress=False)
+    with zerostart.gathered(model, "embed.weight", modifier_rank=0) as tensor:
+        if dist.get_rank() == 0:
+            tensor[40:].fill_(2)
+    with deepspeed.zero.GatheredParameters(model.head.weight, modifier_rank=0), torch.no_grad():
+        model.head.weight[3:5].zero_()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=CONFIG)
+    assert {type(parameter) for parameter in model.parameters()} == {nn.Parameter}
+    engine.backward(engine(torch.arange(8).view(1, 8)).square().mean())
+    engine.step()
+    after = dict(zerostart.full_tensors(engine, rank=None))
+    assert torch.equal(after["embed.weight"][40:], torch.full((25, 8), 2.0))
+
+
+def test_an_edited_model_starts_on_zero3() -> None:
+    run_ranks(started, 2)
+
+
+def loaded_in_part(engine: str) -> str:
+    model = zerostart.load(Model().state_dict(), model=Model, engine=engine, progress=False)
+    torch.manual_seed(9)
+    values = Model().projector.state_dict()
+    if engine == "deepspeed":
+        with pytest.raises(zerostart.ZerostartError) as caught:
+            model.projector.load_state_dict(values)
+        return str(caught.value)
+    model.projector.load_state_dict(values)
+    after = dict(zerostart.full_tensors(model, rank=None))
+    assert all(torch.equal(after[f"projector.{name}"], tensor) for name, tensor in values.items())
+    # A parameter that replaces a sharded one, and is tied by hand.
+    model.head.weight = nn.Parameter(torch.randn(65, 8))
+    model.embed.weight = model.head.weight
+    with pytest.raises(zerostart.ZerostartError) as caught:
+        model(torch.arange(8).view(1, 8))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("engine", "name"), [("fsdp2", "embed.weight"), ("deepspeed", "projector.0.weight")])
+def test_a_part_takes_a_state_dict_or_names_the_parameter(engine: str, name: str) -> None:
+    first, second = run_ranks(loaded_in_part, 2, engine)
+    assert first == second
+    assert first.startswith(name)
+    assert f"zerostart.gathered(model, '{name}'" in first
