@@ -1,5 +1,6 @@
 """Checkpoints with scales of their own quantisation: multiplied, or refused, whatever ``strict`` says."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import zerostart
-from tests.conformance.diffusion_suite import family, write_original
+from tests.conformance.diffusion_suite import family, small_converters, write_original
 from zerostart.errors import ConversionError, CoverageError
 
 FLOAT8 = torch.float8_e4m3fn
@@ -32,7 +33,9 @@ def test_a_known_scale_is_multiplied(name: str, shape: tuple[int, ...], strict: 
     state, scale = quantised(), torch.rand(shape) + 0.5
     state |= {name: scale, "0.input_scale": torch.ones(()), "0.comfy_quant": torch.ones(9, dtype=torch.uint8)}
     state["scaled_fp8"] = torch.empty(0, dtype=FLOAT8)
-    model = zerostart.load(state, model=layers, engine="fsdp2", strict=strict, progress=False)
+    model = zerostart.load(
+        state, model=layers, engine="fsdp2", strict=strict, dtype=torch.float32, progress=False
+    )
     tensors = dict(zerostart.full_tensors(model))
     rows = scale if scale.numel() == 1 else scale.view(6, 1)
     assert torch.equal(tensors["0.weight"], state["0.weight"].float() * rows)
@@ -56,7 +59,12 @@ REFUSED: dict[str, State] = {
 def test_an_unknown_scale_is_refused(name: str, strict: bool) -> None:
     with pytest.raises(ConversionError, match=rf"^{name} .*quantised tensor 0\.(weight|bias)"):
         zerostart.load(
-            quantised() | REFUSED[name], model=layers, engine="fsdp2", strict=strict, progress=False
+            quantised() | REFUSED[name],
+            model=layers,
+            engine="fsdp2",
+            strict=strict,
+            dtype=torch.float32,
+            progress=False,
         )
 
 
@@ -65,7 +73,9 @@ def test_weight_norm_of_an_expected_weight_is_refused(strict: bool) -> None:
     state = quantised()
     state |= {"0.weight_v": state.pop("0.weight").float(), "0.weight_g": torch.ones(6, 1)}
     with pytest.raises(ConversionError, match=r"^0\.weight_[gv] "):
-        zerostart.load(state, model=layers, engine="fsdp2", strict=strict, progress=False)
+        zerostart.load(
+            state, model=layers, engine="fsdp2", strict=strict, dtype=torch.float32, progress=False
+        )
 
 
 def test_the_models_own_scales_are_no_quantisation() -> None:
@@ -77,12 +87,19 @@ def test_the_models_own_scales_are_no_quantisation() -> None:
     assert torch.equal(dict(zerostart.full_tensors(model))["weight_g"], state["weight_g"])
 
 
+@pytest.fixture
+def small() -> Iterator[None]:
+    with small_converters():
+        yield
+
+
+@pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("key", ["flux", "wan", "z_image"])
 def test_scales_of_original_files(key: str, strict: bool, tmp_path: Path) -> None:
     """As diffusers converts the dequantised file; FLUX.1's converter drops what it does not know."""
-    model = write_original(family(key), tmp_path, torch.float32)
-    file = tmp_path / "release.safetensors"
+    model = write_original(family(key), tmp_path / "whole", torch.float32)
+    file = tmp_path / "whole" / "release.safetensors"
     state, whole = load_file(file), {}
     for name, tensor in list(state.items()):
         whole[name] = tensor
@@ -91,7 +108,7 @@ def test_scales_of_original_files(key: str, strict: bool, tmp_path: Path) -> Non
             state[name.removesuffix("weight") + "scale_weight"] = scale
             whole[name] = state[name].float() * scale
     save_file(whole, file)
-    expected = type(model).from_single_file(str(file), config=str(tmp_path), local_files_only=True)
+    expected = type(model).from_single_file(str(file), config=str(file.parent), local_files_only=True)
     save_file(state, file)
     loaded = zerostart.load(
         file, type(model), engine="fsdp2", strict=strict, dtype=torch.float32, progress=False
@@ -101,9 +118,10 @@ def test_scales_of_original_files(key: str, strict: bool, tmp_path: Path) -> Non
         assert torch.equal(tensors[name], tensor), name
 
 
+@pytest.mark.usefixtures("small")
 def test_what_a_converter_drops_is_unexpected(tmp_path: Path) -> None:
-    model = write_original(family("flux"), tmp_path, torch.float32)
-    file = tmp_path / "release.safetensors"
+    model = write_original(family("flux"), tmp_path / "whole", torch.float32)
+    file = tmp_path / "whole" / "release.safetensors"
     state = load_file(file) | {"model.diffusion_model.double_blocks.0.extra": torch.ones(2)}
     save_file(state, file)
     with pytest.raises(CoverageError) as raised:
