@@ -80,6 +80,12 @@ def watch_steps(optimizers: Iterable[torch.optim.Optimizer]) -> bool:
     known = True
     for optimizer in optimizers:
         known &= optimizer in _watched or (_all_steps.is_open and _concerns(optimizer))
+        if not hasattr(optimizer, "_optimizer_step_post_hooks"):
+            raise ConfigError(
+                f"{type(optimizer).__name__} does not call torch.optim.Optimizer.__init__, so its steps and "
+                "state are unknown: call super().__init__(params, defaults) there, or pass the optimizer "
+                "that it wraps"
+            )
         if optimizer not in _watched:
             optimizer.register_step_post_hook(_note_taken)
             _watched.add(optimizer)
