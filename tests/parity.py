@@ -81,7 +81,13 @@ _MODELS: Mapping[str, Mapping[str, Any]] = {
     "olmo2": {"intermediate_size": 32},
     "glm4": {"intermediate_size": 32, "pad_token_id": 0},
     "phi3": {"intermediate_size": 32, "pad_token_id": 0},
-    "falcon": {"bias": False, "alibi": False, "multi_query": False, "new_decoder_architecture": False},
+    "falcon": {
+        "head_dim": None,
+        "bias": False,
+        "alibi": False,
+        "multi_query": False,
+        "new_decoder_architecture": False,
+    },
     "bloom": {"n_head": 4, "n_layer": 2},
     "deepseek_v2": _DEEPSEEK,
     "deepseek_v3": _DEEPSEEK,
@@ -94,7 +100,8 @@ def checkpoint(kind: str, folder: Path, **options: Any) -> Path:
 
     path = folder / "-".join([kind, *(f"{name}={value}" for name, value in options.items())])
     if not path.exists():
-        config = AutoConfig.for_model(kind, **{**_COMMON, **_MODELS[kind], **options})
+        settings = {**_COMMON, **_MODELS[kind], **options}
+        config = AutoConfig.for_model(kind, **{n: v for n, v in settings.items() if v is not None})
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         with torch.no_grad():
