@@ -109,12 +109,12 @@ ENGINES: Mapping[str, Mapping[str, Setting]] = {
 OTHERWISE: Mapping[str, Mapping[str, str]] = {
     "deepspeed": {
         "S, in transformers' `Trainer`, rows of several lengths": (
-            "the mean of the means of its micro-batches: tokens of short rows count more. "
-            "Told once on rank 0; equal rows, and `zerostart train`, are right"
+            "the mean of the means of its micro-batches: tokens of short rows count more; "
+            "rows of equal length are right"
         ),
         "S, in transformers' `Trainer`, stages 1, 2": (
-            "gradients and the logged norm times the ranks that share a sequence. "
-            "Told once on rank 0; set `max_grad_norm` to as many times more, or use stage 3"
+            "gradients and the logged norm times the ranks that share a sequence; "
+            "set `max_grad_norm` to as many times more, or use stage 3"
         ),
         "T, with dropout": (
             "what ranks share is dropped out alike, and so are the heads of each; heads that are shared "
