@@ -136,7 +136,10 @@ SESSIONS = (
     Session("docs/training.md", CHECKPOINT, {"CONFIG.yaml": TRAIN}),
     Session("docs/saving.md", {**CHECKPOINT, **QWEN}, {}, SAVED),
     Session(
-        "docs/quickstart.md", QWEN, {"script.py": LOAD.replace("CHECKPOINT", "Qwen/Qwen3-0.6B")}, python=True
+        "docs/quickstart.md",
+        QWEN,
+        {"script.py": LOAD.replace("CHECKPOINT", "Qwen/Qwen3-0.6B"), "zero3.yaml": ZERO_THREE},
+        python=True,
     ),
     Session("docs/tutorials/experts.md", MIXTURE, python=True),
     Session("docs/tutorials/existing-script.md", QWEN, python=True),
