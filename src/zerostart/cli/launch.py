@@ -4,8 +4,7 @@ A plain supervisor of processes, without torch: ``torch.distributed.run`` ends t
 before they can report the error that they agreed on, and gives ranks no time to save after Ctrl-C.
 
 Environment of a worker, besides the variables of ``torchrun``: ``ZEROSTART_STATUS_FILE`` (path of its
-report), ``ZEROSTART_LAUNCHER_PID``, and on rank 0 ``ZEROSTART_STORE_FD`` (the listening socket of the
-rendezvous store).
+report), ``ZEROSTART_LAUNCHER_PID`` and ``ZEROSTART_STORE`` (the file in which the ranks meet).
 """
 
 from __future__ import annotations
@@ -128,44 +127,38 @@ def _start(
     module: str, argv: Sequence[str], nproc: int, scratch: Path, env: Mapping[str, str]
 ) -> list[_Worker]:
     workers: list[_Worker] = []
-    with socket.socket() as store:
-        # Bound here and handed to rank 0: a port that was only chosen could be another's by then.
-        store.bind(("127.0.0.1", 0))
-        store.listen(max(64, nproc))
-        names = {name for _, name in socket.if_nameindex()}
-        loopback = {"GLOO_SOCKET_IFNAME": "lo"} if "lo" in names else {}
-        common = {
-            "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // nproc)),
-            **loopback,  # ranks on one machine need no host name that resolves
-            **os.environ,
-            "WORLD_SIZE": str(nproc),
-            "LOCAL_WORLD_SIZE": str(nproc),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(store.getsockname()[1]),
-            "ZEROSTART_LAUNCHER_PID": str(os.getpid()),
-            **env,
-        }
-        try:
-            for rank in range(nproc):
-                log, status = scratch / f"rank{rank}.log", scratch / f"rank{rank}.json"
-                own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "ZEROSTART_STATUS_FILE": str(status)}
-                if rank == 0:
-                    own["ZEROSTART_STORE_FD"] = str(store.fileno())
-                with log.open("wb") as output:
-                    process = subprocess.Popen(
-                        [sys.executable, "-m", module, *argv],
-                        env={**common, **own},
-                        stdin=subprocess.DEVNULL,
-                        stdout=None if rank == 0 else output,
-                        stderr=None if rank == 0 else subprocess.STDOUT,
-                        pass_fds=(store.fileno(),) if rank == 0 else (),
-                        # A session of its own: the terminal's Ctrl-C reaches the launcher alone.
-                        start_new_session=True,
-                    )
-                workers.append(_Worker(rank, process, log, status))
-        except BaseException:
-            _stop(workers)
-            raise
+    names = {name for _, name in socket.if_nameindex()}
+    loopback = {"GLOO_SOCKET_IFNAME": "lo"} if "lo" in names else {}
+    common = {
+        "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // nproc)),
+        **loopback,  # ranks on one machine need no host name that resolves
+        **os.environ,
+        "WORLD_SIZE": str(nproc),
+        "LOCAL_WORLD_SIZE": str(nproc),
+        "ZEROSTART_LAUNCHER_PID": str(os.getpid()),
+        # A file of this user alone: at a port another user could take the place of a rank.
+        "ZEROSTART_STORE": str(scratch / "store"),
+        **env,
+    }
+    try:
+        for rank in range(nproc):
+            log, status = scratch / f"rank{rank}.log", scratch / f"rank{rank}.json"
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "ZEROSTART_STATUS_FILE": str(status)}
+            with log.open("wb") as output:
+                process = subprocess.Popen(
+                    # -P: modules in the working directory, which may be a stranger's, are not imported.
+                    [sys.executable, "-P", "-m", module, *argv],
+                    env={**common, **own},
+                    stdin=subprocess.DEVNULL,
+                    stdout=None if rank == 0 else output,
+                    stderr=None if rank == 0 else subprocess.STDOUT,
+                    # A session of its own: the terminal's Ctrl-C reaches the launcher alone.
+                    start_new_session=True,
+                )
+            workers.append(_Worker(rank, process, log, status))
+    except BaseException:
+        _stop(workers)
+        raise
     return workers
 
 
@@ -348,15 +341,8 @@ def join_group(timeout: timedelta | None = None) -> None:
             raise
         return
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    descriptor = os.environ.get("ZEROSTART_STORE_FD")
-    store = dist.TCPStore(  # type: ignore[attr-defined]  # public in the documentation, absent from __all__
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        world_size,
-        is_master=rank == 0,
-        timeout=dist.default_pg_timeout if timeout is None else timeout,
-        master_listen_fd=int(descriptor) if descriptor is not None else None,
-    )
+    store = dist.FileStore(os.environ["ZEROSTART_STORE"], world_size)  # type: ignore[attr-defined]  # absent from __all__
+    store.set_timeout(dist.default_pg_timeout if timeout is None else timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
