@@ -101,12 +101,12 @@ def load(
             saved while training, a hub id (fetched where the local cache has it not), the URL of a file or a
             directory (``docs/stores.md``), or a mapping of name to tensor. Of a diffusers pipeline it is the
             component of the class of ``model``. A file with no configuration and a mapping need ``model``; a
-            mapping is held by every rank or, with the others passing None, by one, and must not change during
-            the load. None on every rank: there is no checkpoint, see ``docs/starting.md``.
+            mapping is held by every rank, and must not change during the load. None on every rank: there is
+            no checkpoint, see ``docs/starting.md``.
         model: a module on the meta device, a class, or a callable that builds one; without it, the class that
             the checkpoint's configuration names. Without a source a configuration too, initialised as the
-            unsharded model from the same seed; or a module with values, which is sharded itself, rank 0's
-            values where ranks differ.
+            unsharded model from the same seed; or a module with values, the same on every rank, which
+            is sharded itself.
         engine: ``"deepspeed"`` or ``"fsdp2"``; None for the one that ``accelerate launch`` has set up, else
             DeepSpeed where it is installed, else FSDP2; the report says which it is, and why.
         zero_stage: 3 shards parameters. At 1 and 2 on DeepSpeed, and at 0, they are whole on every rank:

@@ -21,8 +21,8 @@ from zerostart.checkpoint.strict_json import shown
 from zerostart.errors import ConfigError, EngineError, ReadError, ZerostartError
 
 
-def memory_catalog(tensors: Mapping[str, torch.Tensor], holders: tuple[int, ...] = (0,)) -> Catalog:
-    """Catalog of the tensors of a mapping, in its order; ``holders`` are the ranks that have it.
+def memory_catalog(tensors: Mapping[str, torch.Tensor]) -> Catalog:
+    """Catalog of the tensors of a mapping, in its order.
 
     Raises ConfigError, naming the key, for a value whose bytes cannot be addressed.
     """
@@ -30,7 +30,7 @@ def memory_catalog(tensors: Mapping[str, torch.Tensor], holders: tuple[int, ...]
     for name, tensor in given.items():
         _check(name, tensor)
     # Each storage is a file of its own, as large as the storage; tensors are ranges in it.
-    storage, numbers = MemoryStorage.of(given, holders)
+    storage, numbers = MemoryStorage.of(given)
     # One tensor under two names: the first has it, the second says whose it is.
     first: dict[int, str] = {}
     entries = {
@@ -148,18 +148,13 @@ class _Known:
 
 @dataclass(frozen=True)
 class MemoryStorage(Storage):
-    """The storages of the tensors of a mapping, under names that serve messages.
+    """The storages of the tensors of a mapping, under names that serve messages."""
 
-    Only names, sizes, holders and counts travel to other ranks.
-    """
-
-    #: The ranks that have the tensors.
-    holders: tuple[int, ...] = field(default=(0,), compare=False)
     #: Number of the tensors.
     count: int = 0
     #: Their bytes; their storages may be larger.
     stored: int = 0
-    #: This rank's own storages, 1-D and of bytes; () on a rank that holds none, and after ``kept``.
+    #: This rank's own storages, 1-D and of bytes; () after ``kept``.
     buffers: tuple[torch.Tensor, ...] = field(default=(), compare=False, repr=False)
     #: What views the buffers were of, by name.
     tensors: Mapping[str, _Known] = field(default_factory=dict, compare=False, repr=False)
@@ -171,14 +166,8 @@ class MemoryStorage(Storage):
     #: Every holder has all bytes at hand.
     worth_exchanging: ClassVar[bool] = False
 
-    def __reduce__(self) -> tuple[object, ...]:
-        # To another rank goes what can be planned with: names and sizes, and no tensor.
-        return MemoryStorage, (self.files, self.sizes, (), self.holders, self.count, self.stored)
-
     @classmethod
-    def of(
-        cls, tensors: Mapping[str, torch.Tensor], holders: tuple[int, ...]
-    ) -> tuple[MemoryStorage, dict[str, int]]:
+    def of(cls, tensors: Mapping[str, torch.Tensor]) -> tuple[MemoryStorage, dict[str, int]]:
         """The storages of plain tensors, and the number of each tensor's."""
         numbers: dict[tuple[torch.device, int, int], int] = {}
         found: dict[str, int] = {}
@@ -198,7 +187,6 @@ class MemoryStorage(Storage):
         made = cls(
             files=tuple(files),
             sizes=tuple(buffer.numel() for buffer in buffers),
-            holders=holders,
             count=len(tensors),
             stored=sum(tensor.numel() * tensor.itemsize for tensor in tensors.values()),
             buffers=tuple(buffers),
@@ -219,10 +207,6 @@ class MemoryStorage(Storage):
         """A mapping has no name of its own."""
         return f"the mapping of {self.count} tensors"
 
-    def readers(self, world_size: int) -> Sequence[int]:
-        """The ranks that hold the mapping."""
-        return self.holders
-
     def reader(self, *, cold: bool = False, direct: bool = False) -> MemoryReader:
         """A reader of this rank's own buffers."""
         return MemoryReader(self.buffers, self.lost)
@@ -239,10 +223,8 @@ class MemoryStorage(Storage):
         """With the buffers of the same tensors again.
 
         Raises EngineError where one that is used is gone, ReadError where one has changed, in place or by
-        getting other memory. What other ranks use of the rest is found out when it is read.
+        getting other memory.
         """
-        if not self.tensors:
-            return self  # held by other ranks
         empty = torch.empty(0, dtype=torch.uint8, device="cpu")
         buffers, lost = [empty] * len(self.files), dict[int, ZerostartError]()
         alive: set[int] = set()

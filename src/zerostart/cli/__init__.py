@@ -48,7 +48,8 @@ _COMMANDS: Mapping[str, tuple[str, ...]] = {
     "env": ("env", "env --check"),
 }
 #: Commands that share a module, where each is the function of its name; elsewhere it is ``command``.
-_MODULES = {"inspect": "inspect", "verify": "inspect", "diff": "inspect"}
+_MODULES = {"verify": "inspect", "diff": "inspect", "inspect": "inspect"}
+_MODULES |= {"convert": "convert", "export": "convert"}
 _INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 

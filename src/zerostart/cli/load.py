@@ -78,7 +78,6 @@ def _summed(ranks: list[dict[str, Any]]) -> dict[str, Any]:
 def _show(result: dict[str, Any], text: str) -> None:
     from rich.console import Console
 
-    from zerostart.cli.memory_view import show_comparison
     from zerostart.training.loop.terminal import say
 
     console = Console()
@@ -91,7 +90,6 @@ def _show(result: dict[str, Any], text: str) -> None:
         )
     if result["verified"]:
         say(console, "Verified: every element equals the unsharded load")
-    show_comparison(result["forecast"], result["ranks"], console)
 
 
 def _run(argv: list[str]) -> dict[str, object]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.filesize import decimal
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 MAX_KINDS = 12
 #: Characters of a bar, and of its title and size next to it.
 BAR_WIDTH, LABEL_WIDTH = 48, 24
-#: Smallest forecasts that a measurement is compared with. Below them other parts of a process decide.
-COMPARED_BYTES, COMPARED_SECONDS = 32_000_000, 0.1
 #: Glyph and colour of each component, in stacking order.
 LOOKS = {
     "parameters": ("█", "blue"),
@@ -154,53 +152,3 @@ def _verdict(fit: Fit) -> str:
     if fit.fits:
         return f"Fits: {need}, is {fit.needed / fit.limit:.0%} of {limit}"
     return f"Does not fit: {need}, exceeds {limit}"
-
-
-def show_comparison(
-    forecast: Sequence[Mapping[str, Any]],
-    measured: Sequence[Mapping[str, Any]],
-    console: Console | None = None,
-) -> None:
-    """Print the forecast next to the measurement: sums of bytes, highest peaks and longest times.
-
-    Bytes read compare at any size; peaks and times from `COMPARED_BYTES` and `COMPARED_SECONDS` on.
-    """
-    console = console or Console()
-    table = _table("forecast and measurement", "", "forecast", "measured", "measured / forecast")
-    reads = [sum(rank["read_bytes"] for rank in ranks) for ranks in (forecast, measured)] if forecast else []
-    seconds = [{"seconds": rank["seconds"]["read"]} for rank in measured]
-    rows = [
-        ("read, all ranks", *(reads or (None, None)), 1, _size),
-        *(
-            (
-                f"{where} peak",
-                *(_most(r, f"peak_{where}_bytes") for r in (forecast, measured)),
-                COMPARED_BYTES,
-                _size,
-            )
-            for where in ("host", "device")
-        ),
-        (
-            "reading, slowest rank",
-            _most(forecast, "read_seconds"),
-            _most(seconds, "seconds"),
-            COMPARED_SECONDS,
-            duration,
-        ),
-    ]
-    for name, told, found, floor, shown in rows:
-        if told is None or found is None:
-            table.add_row(name, *(shown(v) if v is not None else "unknown" for v in (told, found)), "-")
-        elif told or found:
-            table.add_row(name, shown(told), shown(found), f"{found / told:.1%}" if told >= floor else "-")
-    console.print(table)
-
-
-def _size(nbytes: float) -> str:
-    return decimal(int(nbytes))
-
-
-def _most(ranks: Sequence[Mapping[str, Any]], key: str) -> float | None:
-    """Return the highest value of any rank; None where one does not know its own."""
-    values = [rank[key] for rank in ranks]
-    return None if None in values or not values else float(max(values))

@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from zerostart import engines, models
 from zerostart.checkpoint.catalog import Catalog
+from zerostart.checkpoint.digest import Digests
 from zerostart.checkpoint.memory import memory_catalog
 from zerostart.checkpoint.source import check_configuration
 from zerostart.checkpoint.storage.files import read_small
@@ -24,14 +26,15 @@ from zerostart.distributed.world import World
 from zerostart.engines import Engine
 from zerostart.errors import ConfigError, ZerostartError
 from zerostart.geometry.layout import Layout, Parallelism, flat_partition
+from zerostart.live.model import loaded_models
 from zerostart.live.report import Clock
 from zerostart.loading.request import Request
 from zerostart.loading.source import check_model, described, source_or_none
-from zerostart.loading.values import Values
 from zerostart.models import Aliases, Built, Origins
-from zerostart.recipe import Coverage, Recipe, Recipes, Target, main_dtype, torch_dtype
+from zerostart.recipe import Coverage, Recipe, Recipes, Target, main_dtype, spelling, torch_dtype
 from zerostart.transfer import Progress, execute
 from zerostart.transfer.planning import Destination, join
+from zerostart.upstream.deepspeed.zero3_partitions import partition_of
 
 #: The axes of a load's mesh.
 _SHARED_BY = ("expert_parallel", "tensor_parallel", "sequence_parallel")
@@ -52,20 +55,18 @@ def prepare(
     clock: Clock,
     strict: bool,
     importing: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
-    take_values: bool = False,
     fetch: bool = False,
 ) -> Prepared:
     """The start of a load for ``engine``; collective over ``world``, which is one process in a plan.
 
-    Libraries that the model needs are imported inside ``importing()``. A module with values, where there is
-    no source, is emptied if ``take_values``, and else an error. With
-    ``fetch`` a hub id may be downloaded. Raises CoverageError where ``strict`` and a
-    name is missing or too much, and every error that can be told before weights are read.
+    Libraries that the model needs are imported inside ``importing()``. With ``fetch``, as in a load, a hub id
+    may be downloaded and a module with values emptied. Raises CoverageError where ``strict`` and a name is
+    missing or too much, and every error that can be told before weights are read.
     """
     with clock.phase("plan"):
         catalog = source_or_none(request.source, world, request.model, fetch)
     if catalog is None:
-        return start(request, engine, world, clock, importing, take_values)
+        return start(request, engine, world, clock, importing, fetch)
     with clock.phase("build"), world.phase("building the model"):
         check_model(request.model, request.source, catalog)
         with importing():
@@ -222,8 +223,6 @@ class Prepared:
     origins: Origins
     #: Whether there is a checkpoint.
     from_checkpoint: bool = True
-    #: What a module has given up for its shards; None where no module with values is sharded.
-    values: Values | None = None
     #: Shapes in the checkpoint and in the model, by name, of what is initialised because they differ.
     reinitialised: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
 
@@ -259,17 +258,12 @@ def equal_in(catalog: Catalog, world: World) -> Callable[[Recipe, Recipe], bool]
         steps = -(-total // STEP)
         same = all(
             _equal_part(catalog, a, b, flat_partition(a.target.shape, step, steps))
-            for step in _share(catalog, world, steps)
+            for step in range(world.rank, steps, world.size)
         )
         # Every rank has the answer of all, so that all untie, or none.
         return all(world.all_gather_object(same, "comparing tied weights"))
 
     return equal
-
-
-def _share(catalog: Catalog, world: World, steps: int) -> range:
-    readers = catalog.storage.readers(world.size)
-    return range(readers.index(world.rank), steps, len(readers)) if world.rank in readers else range(0)
 
 
 def _equal_part(catalog: Catalog, a: Recipe, b: Recipe, layout: Layout) -> bool:
@@ -289,33 +283,37 @@ def start(
     world: World,
     clock: Clock,
     importing: Callable[[], AbstractContextManager[None]],
-    take_values: bool,
+    empties: bool,
 ) -> Prepared:
     """What ``prepare`` gives where no rank has a source; collective.
 
-    A module with values is emptied if ``take_values``. Raises ConfigError, and what building a model raises.
+    A module with values is emptied if ``empties``. Raises ConfigError, and what building a model raises.
     """
     with clock.phase("build"), world.phase("arguments"):
-        _check(request)
-    if any(world.all_gather_object(models.has_values(request.model), "arguments")):
-        with clock.phase("plan"):
-            values = Values.of(request.model, world, take_values)
-        try:
-            with clock.phase("plan"), world.phase("planning"):
-                return _existing(request, engine, values)
-        except BaseException:
-            # The caller's module has its weights again, whatever failed, on every rank.
-            values.give_back()
-            raise
+        _check(request, empties)
+        values = _values(request.model) if models.has_values(request.model) else None
+        digest = "" if values is None else _digest(values)
+    with clock.phase("plan"):
+        digests = world.all_gather_object(digest, "comparing the modules")
+        other = next((rank for rank, one in enumerate(digests) if one != digests[0]), None)
+        if other is not None:
+            raise ConfigError(
+                f"the modules of ranks 0 and {other} differ in their tensors: build the same with the same "
+                "seed on every rank, or pass model=lambda: Class(...), which gives all ranks rank 0's values"
+            )
+    if values is not None:
+        with clock.phase("plan"), world.phase("planning"):
+            return _existing(request, engine, memory_catalog(values))
     with clock.phase("build"), world.phase("building the model"):
         with importing():
             models.import_model(request.model)
         return _fresh(request, engine, world)
 
 
-def _check(request: Request) -> None:
+def _check(request: Request, empties: bool) -> None:
     """Raise ConfigError for arguments that say nothing without a checkpoint."""
-    if request.model is None:
+    model = request.model
+    if model is None:
         raise ConfigError(
             "source is None on every rank; pass a path, a hub id or a mapping of tensors, or model= to start "
             "without a checkpoint"
@@ -324,19 +322,54 @@ def _check(request: Request) -> None:
         raise ConfigError(
             "converter transforms the tensors of a checkpoint, but source is None; leave it out"
         )
+    if models.has_values(model) and not empties:
+        raise ConfigError(
+            "model has values, which a plan would not change; pass it on the meta device, or a "
+            "callable that builds it"
+        )
+    if isinstance(model, nn.Module) and (
+        next(loaded_models(model), None) is not None
+        or any(partition_of(parameter) is not None for parameter in model.parameters())
+    ):
+        raise ConfigError(
+            f"{type(model).__name__} or a part of it is sharded already; load its other parts one by one"
+        )
 
 
-def _fresh(request: Request, engine: Engine, world: World) -> Prepared:
+def _values(model: nn.Module) -> dict[str, torch.Tensor]:
+    values = {name: tensor.detach() for name, tensor, _ in models.named_tensors(model)}
+    on_meta = next((name for name, tensor in values.items() if tensor.is_meta), None)
+    if on_meta is not None:
+        raise ConfigError(f"{on_meta} is on the meta device, but others have values; give all of them values")
+    return values
+
+
+def _digest(values: Mapping[str, torch.Tensor]) -> str:
+    digests = Digests((name, spelling(t.dtype, name), t.shape) for name, t in values.items())
+    for name, tensor in values.items():
+        digests.add(name, 0, tensor.contiguous().view(-1))
+    return hashlib.sha256(repr(list(digests.summed().items())).encode()).hexdigest()
+
+
+def _existing(request: Request, engine: Engine, catalog: Catalog) -> Prepared:
+    """Prepare a module that has values: they are the source, and its parameters are on meta from here on."""
     dtype = engine.parameter_dtype if request.dtype is None else request.dtype
-    built = models.build_fresh(request.model, request.dtype, dtype)
-    aliases = Aliases.of(built.model, built.library.keeps_views)
-    parallelism = engine.parallelism(built.model)
-    origins = models.fresh_origins(built, aliases)
-    _set_dtypes(built, engine)
-    aliases.follow(built.model)
-    # An empty mapping that all ranks hold: planning and reading go their usual way, and find nothing to read.
-    catalog = memory_catalog({}, tuple(range(world.size)))
-    recipes = Recipes({}, Coverage())
+    model = request.model
+    aliases = Aliases.of(model)
+    put_back = models.move_to_meta(model)
+    try:
+        aliases.follow(model)
+        built = Built(model, models.OperatorLog(), dtype, False, models.library_of(model))
+        _set_dtypes(built, engine)
+        parallelism = engine.parallelism(model)
+        recipes = models.existing_recipes(built, catalog)
+        origins = models.existing_origins(built, recipes)
+        # Once more, after the dtypes: a cast puts new tensors in place.
+        aliases.follow(model)
+    except BaseException:
+        put_back()
+        aliases.follow(model)
+        raise
     return Prepared(
         engine,
         catalog,
@@ -350,19 +383,20 @@ def _fresh(request: Request, engine: Engine, world: World) -> Prepared:
     )
 
 
-def _existing(request: Request, engine: Engine, values: Values) -> Prepared:
+def _fresh(request: Request, engine: Engine, world: World) -> Prepared:
     dtype = engine.parameter_dtype if request.dtype is None else request.dtype
-    model, aliases = values.model, values.aliases
-    built = Built(model, models.OperatorLog(), dtype, False, models.library_of(model))
+    built = models.build_fresh(request.model, request.dtype, dtype)
+    aliases = Aliases.of(built.model, built.library.keeps_views)
+    parallelism = engine.parallelism(built.model)
+    origins = models.fresh_origins(built, aliases)
     _set_dtypes(built, engine)
-    parallelism = engine.parallelism(model)
-    recipes = models.existing_recipes(built, values.catalog)
-    origins = models.existing_origins(built, recipes)
-    # Once more, after the dtypes: a cast puts new tensors in place.
-    aliases.follow(model)
+    aliases.follow(built.model)
+    # An empty mapping: planning and reading go their usual way, and find nothing to read.
+    catalog = memory_catalog({})
+    recipes = Recipes({}, Coverage())
     return Prepared(
         engine,
-        values.catalog,
+        catalog,
         built,
         aliases,
         parallelism,
@@ -370,7 +404,6 @@ def _existing(request: Request, engine: Engine, values: Values) -> Prepared:
         recipes.coverage,
         origins,
         from_checkpoint=False,
-        values=values,
     )
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 from torch import nn
@@ -60,16 +59,12 @@ class _Load:
                 with self.meter.paused():
                     engine.require()
             # 1. Catalog, model on meta, recipes, origins: the same on every rank; no shard has memory.
-            prepared = prepare(
-                request, engine, world, clock, request.strict, self.meter.paused, take_values=True, fetch=True
-            )
-            # Up to the first read the caller's module can be had back; then its tensors are freed.
-            with _values_returned_on_failure(prepared):
-                with clock.phase("plan"):
-                    # 2. Compared before anything is sharded, so that a difference costs nothing yet.
-                    agree(request, prepared, world)
-                # From here on ranks hold memory of their own; each of the steps is collective.
-                placements, destinations, maker, residence = self._shard(prepared)
+            prepared = prepare(request, engine, world, clock, request.strict, self.meter.paused, fetch=True)
+            with clock.phase("plan"):
+                # 2. Compared before anything is sharded, so that a difference costs nothing yet.
+                agree(request, prepared, world)
+            # From here on ranks hold memory of their own; each of the steps is collective.
+            placements, destinations, maker, residence = self._shard(prepared)
             tuning = request.tuning(engine, prepared.catalog, maker.device, bool(prepared.recipes.computed))
             # 3. Planned, and read into place.
             stats = self._fill(request, prepared, destinations, tuning)
@@ -144,12 +139,7 @@ class _Load:
             plan = join(prepared.catalog, wanted, tuning.options(), groups)
         with clock.phase("read"), world.phase("reading"):
             shown = request.progress and world.rank == 0
-            if prepared.values is None:
-                stats = destinations.read(plan, tuning, strategy, shown, world)
-            else:
-                stats = prepared.values.execute(
-                    plan, lambda part: destinations.read(part, tuning, strategy, False, world)
-                )
+            stats = destinations.read(plan, tuning, strategy, shown, world)
             if world.rank == 0:
                 # Rank 0 alone: the others check what they have opened, and one of a thousand asking the file
                 # system is enough.
@@ -204,16 +194,6 @@ class _Load:
         # None where values came from a module or an initialiser: they cannot be read a second time.
         recipes = {**read, **prepared.origins.buffers} if prepared.from_checkpoint else {}
         return LoadRecord(catalog, recipes, prepared.engine, prepared.parallelism, placements, report)
-
-
-@contextlib.contextmanager
-def _values_returned_on_failure(prepared: Prepared) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        if prepared.values is not None:
-            prepared.values.give_back()
-        raise
 
 
 def _finish(request: Request, prepared: Prepared) -> None:

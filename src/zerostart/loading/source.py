@@ -41,7 +41,7 @@ def source_or_none(source: Any, world: World, model: object = None, fetch: bool 
     A path or hub id is the same on every rank, and rank 0 parses the headers for all; of a pipeline it is the
     component of the class of ``model``, and with ``fetch`` each machine fetches a hub id that is not in its
     cache; a catalog is one that all ranks have. A mapping of tensors is held by
-    every rank, or by some while the others pass None. Raises ConfigError on every rank otherwise, and
+    every rank. Raises ConfigError on every rank otherwise, and
     ReadError where machines have copies of the files that differ.
     """
     # All ranks have it already, and only what this machine sees of its files may differ.
@@ -53,8 +53,8 @@ def source_or_none(source: Any, world: World, model: object = None, fetch: bool 
     kinds = [kind for kind, _ in told]
     if set(kinds) == {"None"}:
         return None
-    holders = _holders(kinds)
-    if not holders:
+    _check_kinds(kinds)
+    if kinds[0] == "path":
         # A download takes as long as it takes, and the other ranks wait for it.
         tell = world.broadcast_slow if fetch and _is_brief(source) else world.broadcast_object
         catalog = tell(
@@ -62,24 +62,15 @@ def source_or_none(source: Any, world: World, model: object = None, fetch: bool 
             "reading the checkpoint's headers",
         )
         return _as_seen_here(catalog, [view for _, view in told], world)
-    # Now it is a mapping, on some ranks; a rank that passes None has no catalog until it gets the first
-    # holder's.
-    own: Catalog | None = None
     with world.phase("looking at the mapping"):
-        if source is not None:
-            own = memory_catalog(source, holders)
-    signatures = world.all_gather_object(own and signature(own), "looking at the mapping")
-    for rank in holders:
-        if signatures[rank] != signatures[holders[0]]:
-            raise ConfigError(
-                f"source: the mappings of ranks {holders[0]} and {rank} differ in names, order, dtypes or "
-                "shapes; pass the same on each, or pass None on all ranks but one"
-            )
-    if len(holders) < world.size:
-        shared = world.broadcast_object(lambda: own, "looking at the mapping", holders[0])
-        # A rank's own mapping where it has one: it reads from its own memory.
-        own = own or shared
-    assert own is not None, "a rank without a mapping gets the first holder's catalog"
+        own = memory_catalog(source)
+    signatures = world.all_gather_object(signature(own), "looking at the mapping")
+    if len(set(signatures)) > 1:
+        rank = next(rank for rank, one in enumerate(signatures) if one != signatures[0])
+        raise ConfigError(
+            f"source: the mappings of ranks 0 and {rank} differ in names, order, dtypes or shapes; pass the "
+            "same on each"
+        )
     return own
 
 
@@ -160,17 +151,15 @@ def _kind(source: object) -> str:
     return "path" if isinstance(source, (str, os.PathLike, Files)) else type(source).__name__
 
 
-def _holders(kinds: Sequence[str]) -> tuple[int, ...]:
-    """Ranks that pass a mapping; none where all pass a path. Raises ConfigError for any other mixture."""
+def _check_kinds(kinds: Sequence[str]) -> None:
+    """Raise ConfigError unless all ranks pass a path, or all a mapping."""
     for rank, kind in enumerate(kinds):
         if kind not in ("None", "mapping", "path"):
             raise ConfigError(
                 f"source is a {kind} (rank {rank}), and neither a path, a hub id nor a mapping of tensors"
             )
-    found = set(kinds)
-    if "path" in found and len(found) > 1:
+    if len(set(kinds)) > 1:
         raise ConfigError(
-            f"source is {', '.join(kinds)} on ranks 0 to {len(kinds) - 1}; pass a path on every rank, or a "
-            "mapping on every rank or on one"
+            f"source is {', '.join(kinds)} on ranks 0 to {len(kinds) - 1}; pass a path or a mapping on every "
+            "rank: what one rank has in memory can be saved to a file (safetensors.torch.save_file) first"
         )
-    return tuple(rank for rank, kind in enumerate(kinds) if kind == "mapping")

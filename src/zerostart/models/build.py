@@ -306,41 +306,31 @@ def has_values(model: object) -> bool:
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """``(name, tensor, is a buffer)`` of every parameter and buffer once, those not in the state dict too."""
+    """Yield ``(name, tensor, is a buffer)`` of every parameter and buffer once, non-persistent ones too."""
     for name, parameter in model.named_parameters():
         yield name, parameter, False
     for name, buffer in model.named_buffers():
         yield name, buffer, True
 
 
-class Taken:
-    """The parameters of a module, which has others on meta in their place from here on."""
+def move_to_meta(model: nn.Module) -> Callable[[], None]:
+    """Replace the parameters of ``model`` by meta tensors; return a function that puts them back."""
+    old = dict(model.named_parameters(remove_duplicate=False))
+    new: dict[int, torch.Tensor] = {}
+    for name, parameter in old.items():
+        if id(parameter) not in new:
+            new[id(parameter)] = recast(parameter, parameter.dtype)
+        replace_tensor(model, name, new[id(parameter)])
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._old: dict[str, nn.Parameter] = {}
-        new: dict[int, torch.Tensor] = {}
-        for name, parameter in list(model.named_parameters(remove_duplicate=False)):
-            self._old[name] = parameter
-            if id(parameter) not in new:
-                new[id(parameter)] = recast(parameter, parameter.dtype)
-            replace_tensor(model, name, new[id(parameter)])
+    def put_back() -> None:
+        for name, parameter in old.items():
+            replace_tensor(model, name, parameter)
 
-    def give_back(self) -> None:
-        """Put the parameters back, unless they are to be freed by now."""
-        for name, parameter in self._old.items():
-            replace_tensor(self._model, name, parameter)
-
-    def release(self) -> None:
-        """Keep them alive no longer."""
-        self._old.clear()
+    return put_back
 
 
 def existing_recipes(built: Built, catalog: Catalog) -> Recipes:
-    """Each parameter and buffer as it is, ties once; a dtype that the model is to have is a cast.
-
-    Raises CheckpointError for a dtype that torch does not have, ConversionError as ``matched`` does.
-    """
+    """Copy each parameter and buffer as it is, ties once; a dtype that the model is to have is a cast."""
     kept = [] if built.dtype is None else built.library.dtype_plan(built.model, built.dtype)
     targets = {}
     for name, tensor, buffer in named_tensors(built.model):

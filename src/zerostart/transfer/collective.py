@@ -12,13 +12,11 @@ import hashlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
-from types import TracebackType
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
-from zerostart.checkpoint.storage import Reader, Rows, Storage
+from zerostart.checkpoint.storage import Rows, Storage
 from zerostart.distributed.machine import machine_name
 from zerostart.distributed.world import World
 from zerostart.errors import ConfigError, ReadError
@@ -153,29 +151,24 @@ def execute_together(
     Raises PeerError if another rank dies, ReadError if the bytes read differ from the plan.
     """
     reader = tuning.reader(plan)
-    if len(plan.storage.readers(world.size)) < world.size:
-        stats = _read_from_holder(plan, storages, progress, tuning, world)
-    else:
-        fitted = tuning.suited(plan)
-
-        before = progress.done
-        # Ranks synchronise while they read, so that no collective times out and a failure is seen early.
-        meet = None if world.size == 1 or not plan.storage.worth_exchanging else _make_meet(world)
-        execute(plan, storages, progress, fitted.threads, reader, fitted.depth, meet)
-        own = progress.done - before
-        planned = plan.read_bytes - sum(r.nbytes for shared in plan.shared for r in shared.reads)
-        stats = TransferStats(own, planned)
-        if strategy is not None and strategy.levels:
-            rounds = _Rounds(plan, storages, progress, tuning, world)
-            exchanged = rounds.run(dict(strategy.levels))
-            stats = TransferStats(own + exchanged.read, planned + exchanged.planned, exchanged.received)
-        tuning = fitted
+    fitted = tuning.suited(plan)
+    before = progress.done
+    # Ranks synchronise while they read, so that no collective times out and a failure is seen early.
+    meet = None if world.size == 1 or not plan.storage.worth_exchanging else _make_meet(world)
+    execute(plan, storages, progress, fitted.threads, reader, fitted.depth, meet)
+    own = progress.done - before
+    planned = plan.read_bytes - sum(r.nbytes for shared in plan.shared for r in shared.reads)
+    stats = TransferStats(own, planned)
+    if strategy is not None and strategy.levels:
+        rounds = _Rounds(plan, storages, progress, tuning, world)
+        exchanged = rounds.run(dict(strategy.levels))
+        stats = TransferStats(own + exchanged.read, planned + exchanged.planned, exchanged.received)
     if stats.read != stats.planned or progress.done != plan.read_bytes:
         raise ReadError(
             f"{stats.read} bytes were read and {progress.done} delivered, but the plan has "
             f"{stats.planned} and {plan.read_bytes}; this is a bug in zerostart"
         )
-    words = [tuning.describe(reader), *([str(strategy)] if strategy is not None else [])]
+    words = [fitted.describe(reader), *([str(strategy)] if strategy is not None else [])]
     return replace(stats, how="; ".join(words))
 
 
@@ -327,23 +320,6 @@ def _wait_for_reads(reading: Sequence[Future[None]]) -> None:
         one.result()
 
 
-def _read_from_holder(
-    plan: Plan, storages: Sequence[torch.Tensor], progress: Progress, tuning: Tuning, world: World
-) -> TransferStats:
-    holders = plan.storage.readers(world.size)
-    own: Reader = tuning.reader(plan)
-    wants = () if world.rank in holders else tuple(plan.all_reads())
-    holder_reader = HolderReader(wants, holders[0], own, tuning.limit, world)
-    if world.rank not in holders:
-        execute(plan, storages, progress, 1, holder_reader, tuning.depth)
-        return TransferStats(0, 0, holder_reader.received_bytes)
-    with holder_reader:
-        pass
-    execute(plan, storages, progress, tuning.threads, own, tuning.depth)
-    return TransferStats(progress.done + holder_reader.sent_bytes, plan.read_bytes + holder_reader.sent_bytes)
-
-
-#: Ranks in ascending order.
 Group = tuple[int, ...]
 
 
@@ -406,105 +382,3 @@ def read_by_place(reads: Sequence[Read], limit: int, ranks: int) -> list[list[Re
         for place, batch in enumerate(batch_round):
             reads_by_place[place] += batch.reads
     return reads_by_place
-
-
-_HOLDER_READING = "reading from the mapping"
-#: Maximum number of requests in one message, of 40 bytes each.
-MAX_REQUESTS = 1 << 14
-
-
-class HolderReader(Reader):
-    """Reader of bytes that another rank, the holder, sends; collective, for one thread.
-
-    It returns the bytes of ``requests`` in their order. A rank without requests takes part by an empty
-    ``with`` block. The holder reads from ``own`` and keeps about ``limit`` bytes of answers in memory.
-    """
-
-    def __init__(self, requests: Sequence[Read], holder: int, own: Reader, limit: int, world: World) -> None:
-        self._holder, self._own, self._world = holder, own, world
-        longest = max((read.nbytes for read in requests), default=0)
-        longest = max(world.all_gather_object(longest, _HOLDER_READING))
-        found = [
-            some[first : first + MAX_REQUESTS]
-            for some in batches(requests, longest)
-            for first in range(0, len(some), MAX_REQUESTS)
-        ]
-        counts = world.all_gather_object(len(found), _HOLDER_READING)
-        requesting = [rank for rank, count in enumerate(counts) if count]
-        # Ranks per round: the holder has each answer in memory twice while it sends.
-        width = max(1, limit // (2 * max(1, longest)))
-        self._turns = [
-            requesting[first : first + width]
-            for first in range(0, len(requesting), width)
-            for _ in range(max(counts[rank] for rank in requesting[first : first + width]))
-        ]
-        self._lists = iter(found)
-        self._left = memoryview(b"")
-        self.received_bytes = 0
-        self.sent_bytes = 0
-
-    def __enter__(self) -> HolderReader:
-        self._own.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            # Other ranks may need more rounds. A failed rank reports its error at the end of the phase.
-            while error is None and self._turns:
-                self._run_round()
-        finally:
-            self._own.__exit__(kind, error, trace)
-
-    def read(self, file: int, offset: int, buffers: Sequence[memoryview]) -> None:
-        self._wait()
-        for buffer in buffers:
-            buffer[:] = self._left[: len(buffer)]
-            self._left = self._left[len(buffer) :]
-
-    def gather(self, file: int, offset: int, rows: Rows, target: memoryview, step: int) -> None:
-        self._wait()
-        nbytes = rows.count * rows.width
-        source = torch.frombuffer(self._left, dtype=torch.uint8)[:nbytes].view(rows.count, rows.width)
-        placed = torch.frombuffer(target, dtype=torch.uint8)
-        placed.as_strided((rows.count, rows.width), (step, 1)).copy_(source)
-        self._left = self._left[nbytes:]
-
-    def announce(self, file: int, offset: int, rows: Rows) -> None:
-        """Do nothing: the requests are known from the start."""
-
-    def _wait(self) -> None:
-        while not self._left:
-            self._run_round()
-
-    def _run_round(self) -> None:
-        ranks = self._turns.pop(0)
-        size, rank = self._world.size, self._world.rank
-        own_requests = next(self._lists, []) if rank in ranks else []
-        rows = [(read.file, read.offset, read.nbytes, read.rows, read.stride) for read in own_requests]
-        nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
-        asks = [nothing] * size
-        asks[self._holder] = torch.from_numpy(np.array(rows, np.int64).reshape(-1).view(np.uint8))
-        asked = self._world.exchange(asks, _HOLDER_READING)
-        answers = [nothing] * size
-        if rank == self._holder:
-            answers = [self._answer(table) for table in asked]
-        received = self._world.exchange(answers, _HOLDER_READING)[self._holder]
-        self.received_bytes += received.numel()
-        self._left = bytes_view(received)
-
-    def _answer(self, asked: torch.Tensor) -> torch.Tensor:
-        table = asked.numpy().view(np.int64).reshape(-1, 5)
-        answer = torch.empty(int(table[:, 2].sum()), dtype=torch.uint8, device="cpu")
-        view, at = bytes_view(answer), 0
-        for file, offset, nbytes, count, stride in table.tolist():
-            place = view[at : at + nbytes]
-            at += nbytes
-            if count == 1:
-                self._own.read(file, offset, [place])
-            else:
-                width = nbytes // count
-                self._own.gather(file, offset, Rows(count, width, stride), place, width)
-        self.sent_bytes += answer.numel()
-        return answer

@@ -206,10 +206,6 @@ class Storage(ABC):
         """The same with ``cost``, as it is found to be by a few requests. Raises ReadError."""
         return self
 
-    def readers(self, world_size: int) -> Sequence[int]:
-        """The ranks that can read by themselves; the first of them serves the others."""
-        return range(world_size)
-
     def residency(self) -> Residency:
         """How far the bytes are from this machine; looks at a few files, and reads none."""
         return Residency(kind=self.schemes[0] if self.schemes else "", resident=None, remote=True)

@@ -120,4 +120,4 @@ def _weights(catalog: Catalog, world: World) -> str:
                 hashed.update(some)
         return hashed.hexdigest()
 
-    return world.broadcast_object(look, "looking at the weights", storage.readers(world.size)[0])
+    return world.broadcast_object(look, "looking at the weights")
