@@ -11,10 +11,10 @@ SGLang gets ``custom_weight_loader=["zerostart.serving.sglang_weight_loader"]``.
 """
 
 from zerostart.refit.connection import Closed, Connection, serve
-from zerostart.refit.drivers import Driver
 from zerostart.refit.receiver import EngineWeights, Receiver
 from zerostart.refit.sglang import weight_loader as sglang_weight_loader
 from zerostart.refit.vllm import register as register_with_vllm
+from zerostart.refit.wire import Driver
 
 __all__ = [
     "Closed",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,9 +13,7 @@ from torch import nn
 from zerostart.distributed.world import World
 from zerostart.errors import ConfigError
 from zerostart.live.model import LiveModel
-from zerostart.recipe import torch_dtype
-from zerostart.recipe.dtypes import holds
-from zerostart.refit.image import Entry, Image
+from zerostart.refit.image import Image
 from zerostart.refit.runs import Runs
 from zerostart.state.saving.save import contents_to_serve
 from zerostart.state.saving.writing import planned
@@ -103,7 +101,7 @@ class ModelWrites:
 
 
 @dataclass(frozen=True)
-class Takers:
+class PushTargets:
     """The workers of a push; the same on all ranks."""
 
     #: By rank or worker its name, None if there is none, and the bytes that it takes.
@@ -118,7 +116,7 @@ class Takers:
     @classmethod
     def of(
         cls, image: Image, names: Sequence[str | None], wants: Sequence[Runs], sums: Sequence[Sequence[bytes]]
-    ) -> Takers:
+    ) -> PushTargets:
         """Put together the wants of the workers, and the sets that they sum up."""
         numbers: dict[bytes, int] = {}
         # Replicas want the same, which is summed up once.
@@ -134,54 +132,16 @@ def prepare_model(
     model: nn.Module,
     settings: RefitSettings,
     world: World,
-    before: Image | None,
-    fit: Callable[[Sequence[Entry]], Sequence[Entry]],
+    before: Image | None = None,
 ) -> ModelWrites:
     """Find the image, and what this rank writes of it, of the model as it is now; collective.
 
-    The image is ``before`` if that is the same; ``fit`` changes the entries of a save. Raises ConfigError.
+    The image is ``before`` if that is the same. Raises ConfigError.
     """
     with world.phase("looking at the model"):
         live = LiveModel(model, world)
         contents = contents_to_serve(live, settings.dtype, settings.merge_adapters)
-        entries = tuple((name, dtype, tuple(shape)) for name, dtype, shape in fit(contents.entries))
+        entries = tuple((name, dtype, tuple(shape)) for name, dtype, shape in contents.entries)
         image = before if before is not None and before.entries == entries else Image.of(entries)
         plan, storages = planned(image.layout, contents.outgoing, CHUNK, PAGE)
     return ModelWrites(image, plan, storages)
-
-
-def fit_entries(entries: Sequence[Entry], wanted: Mapping[str, Entry], strict: bool) -> Sequence[Entry]:
-    """Return the source's ``entries``, in the target's dtypes if these cannot hold all that the source's can.
-
-    ``wanted`` are those of a target that is a model, none if it is an engine. Raises ConfigError for what
-    the target has and the source has not, or has in another shape, and with ``strict`` for what the target
-    has not.
-    """
-    if not wanted:
-        return entries
-    shapes = {name: tuple(shape) for name, _, shape in entries}
-    if missing := [name for name in wanted if name not in shapes]:
-        raise ConfigError(
-            f"the target has {len(missing)} tensors that the model has not ({', '.join(missing[:3])}): pass "
-            "two models of one architecture, or as an engine what has load_weights"
-        )
-    if strict and (lost := [name for name in shapes if name not in wanted]):
-        raise ConfigError(
-            f"the model has {len(lost)} tensors that the target has not ({', '.join(lost[:3])}), and the "
-            "target would not compute what the model does: pass two models of one architecture (weights tied "
-            "in both or in neither), or strict=False to zerostart.refit if that is intended"
-        )
-    found: list[Entry] = []
-    for name, dtype, shape in entries:
-        other = wanted.get(name, (name, dtype, shape))
-        if tuple(other[2]) != tuple(shape):
-            raise ConfigError(
-                f"tensor {name} is {list(shape)} in the model and {list(other[2])} in the target: pass "
-                "two models of one architecture"
-            )
-        # Rounded before it is sent, and only once: fewer bytes, and the very same values.
-        held, given = torch_dtype(dtype, name), torch_dtype(other[1], name)
-        if given.is_floating_point and held.is_floating_point and not holds(given, held):
-            dtype = other[1]
-        found.append((name, dtype, tuple(shape)))
-    return found

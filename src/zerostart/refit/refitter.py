@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 
@@ -12,20 +12,18 @@ from torch import nn
 
 from zerostart.distributed.world import World, current_world, default_device
 from zerostart.errors import ConfigError, PeerError
-from zerostart.refit.drivers import Driver
-from zerostart.refit.image import Entry, Image, SetSums, SharedImage, Sums, digest_of
+from zerostart.refit.image import Image, SetSums, SharedImage, Sums, digest_of
 from zerostart.refit.pushes import (
     ModelWrites,
     PushReport,
+    PushTargets,
     RefitSettings,
-    Takers,
     WorkerReport,
-    fit_entries,
     prepare_model,
 )
 from zerostart.refit.receiver import Receiver
 from zerostart.refit.server import WorkerServer
-from zerostart.refit.wire import Channel, connect, socket_path
+from zerostart.refit.wire import Channel, Driver, connect, socket_path
 from zerostart.refit.within import WithinRanks
 from zerostart.transfer.meter import PeakMeter
 from zerostart.transfer.tuning import push_threads
@@ -44,7 +42,7 @@ class Refitter:
         self._world = world = current_world()
         self._model, self._settings, self.version = model, settings, 0
         self._image: Image | None = None
-        self._takers: Takers | None = None
+        self._targets: PushTargets | None = None
         self._way: WithinRanks | WorkerProcesses | None = None
         _check_same_arguments(settings, world)
         with world.phase("inspecting the target"):
@@ -56,8 +54,8 @@ class Refitter:
                 raise ConfigError(
                     f"target is {'the model itself' if target is model else f'a {type(target).__name__}'}: "
                     "pass an address for workers to connect with by zerostart.serving.serve, vLLM's LLM, "
-                    "SGLang's Engine, the http:// address of a server of either, a module with load_weights, "
-                    "a zerostart.serving.Receiver of it, or another sharded model"
+                    "SGLang's Engine, the http:// address of a server of either, a module with load_weights "
+                    "or a zerostart.serving.Receiver of it"
                 )
         kind = "none" if target is None else "other" if driver is None else "engine"
         kinds = world.all_gather_object(kind if local is None else "inside", "inspecting the target")
@@ -65,8 +63,8 @@ class Refitter:
         with world.phase("starting a refit"):
             if is_local and kinds[world.rank] in ("other", "engine"):
                 raise ConfigError(
-                    f"target is a {type(target).__name__} on rank {world.rank}, but other ranks passed a "
-                    "model or an engine that runs in the rank: pass the same kind on every rank, or None on "
+                    f"target is a {type(target).__name__} on rank {world.rank}, but other ranks passed an "
+                    "engine that runs in the rank: pass the same kind on every rank, or None on "
                     "ranks without a part of it"
                 )
             rank_0_leads = kinds[0] == "engine" and not getattr(driver, "in_process", False)
@@ -93,7 +91,7 @@ class Refitter:
     def push(self) -> PushReport:
         """Copy the model's current weights into the target as a new version; collective.
 
-        If the target is a model, its fp32 masters are updated too. All ranks raise the same error:
+        All ranks raise the same error:
 
         - PeerError, naming the worker, if one died or does not answer, or an engine's call failed;
         - ConversionError if zerostart cannot follow an engine's weight loader;
@@ -109,12 +107,12 @@ class Refitter:
         with PeakMeter(default_device()) as meter, _record_seconds(phases, "total"):
             with world.phase("pushing weights"):
                 with _record_seconds(phases, "plan"):
-                    writes, takers = self._match_target()
+                    writes, targets = self._match_target()
                 with _record_seconds(phases, "move"), world.phase("moving weights"):
                     self._sums.begin()
                     moved = way.move(writes, self._sums)
                 expected = self._sums.summed(world)
-            sums = [[expected[number] for number in numbers] for numbers in takers.numbers]
+            sums = [[expected[number] for number in numbers] for numbers in targets.numbers]
             self.version += 1
             with _record_seconds(phases, "fill"):
                 way.serve(self.version, sums)
@@ -123,7 +121,7 @@ class Refitter:
         )
         workers = tuple(
             WorkerReport(name, self.version, wanted, digest_of(found))
-            for name, wanted, found in zip(takers.names, takers.wanted, sums, strict=True)
+            for name, wanted, found in zip(targets.names, targets.wanted, sums, strict=True)
             if name is not None
         )
         return PushReport(
@@ -132,11 +130,11 @@ class Refitter:
             phases={key: max(each[0][key] for each in figures) for key in phases},
             owned_bytes=writes.image.layout.total_size,
             moved_bytes=moved,
-            wanted_bytes=sum(takers.wanted),
+            wanted_bytes=sum(targets.wanted),
             peak_host_bytes=max(each[1] for each in figures),
             peak_device_bytes=max(each[2] for each in figures),
             workers=workers,
-            untaken=takers.untaken,
+            untaken=targets.untaken,
         )
 
     def close(self) -> None:
@@ -148,22 +146,19 @@ class Refitter:
         if way is not None:
             way.close(is_over)
 
-    def _prepare_writes(self, target: Mapping[str, Entry] | None = None) -> ModelWrites:
-        def fit(entries: Sequence[Entry]) -> Sequence[Entry]:
-            return fit_entries(entries, target or {}, self._settings.strict)
-
-        writes = prepare_model(self._model, self._settings, self._world, self._image, fit)
+    def _prepare_writes(self) -> ModelWrites:
+        writes = prepare_model(self._model, self._settings, self._world, self._image)
         self._image = writes.image
         return writes
 
-    def _match_target(self) -> tuple[ModelWrites, Takers]:
+    def _match_target(self) -> tuple[ModelWrites, PushTargets]:
         """Compare model and target, and agree which worker takes which bytes; collective."""
         assert self._way is not None, "not closed"
-        writes = self._prepare_writes(self._way.look())
-        takers = self._way.meet(writes)
-        if takers is not self._takers:
-            self._takers, self._sums = takers, SetSums(writes.image, takers.sets)
-        return writes, takers
+        writes = self._prepare_writes()
+        targets = self._way.agree_on_targets(writes)
+        if targets is not self._targets:
+            self._targets, self._sums = targets, SetSums(writes.image, targets.sets)
+        return writes, targets
 
 
 class WorkerProcesses:
@@ -195,26 +190,22 @@ class WorkerProcesses:
         except BaseException:
             self.close(False)
             raise
-        self._takers: Takers | None = None
+        self._targets: PushTargets | None = None
         self._is_first = True
         #: Connections of the workers that rank 0 has announced to all ranks.
         self._announced: list[Channel] = []
 
-    def look(self) -> Mapping[str, Entry]:
-        """Return no entries: the loader of an engine accepts any tensor."""
-        return {}
-
-    def meet(self, writes: ModelWrites) -> Takers:
+    def agree_on_targets(self, writes: ModelWrites) -> PushTargets:
         """Wait for the workers and agree which bytes each takes; collective."""
         with self._world.phase("comparing the model"):
             if writes.image is not self._image:
                 raise ConfigError(
                     "the model's tensors have changed since zerostart.refit was called: call it again"
                 )
-        takers = self._world.broadcast_slow(self._find_workers, "looking for workers")
-        self._takers = takers or self._takers
-        assert self._takers is not None, "sent in the first push"
-        return self._takers
+        targets = self._world.broadcast_slow(self._find_workers, "looking for workers")
+        self._targets = targets or self._targets
+        assert self._targets is not None, "sent in the first push"
+        return self._targets
 
     def move(self, writes: ModelWrites, sums: SetSums) -> int:
         """Write this rank's elements into the image; return the bytes written by all ranks."""
@@ -268,7 +259,7 @@ class WorkerProcesses:
         server.wait_for(driver.workers, call.check)
         call.wait(timeout)
 
-    def _find_workers(self) -> Takers | None:
+    def _find_workers(self) -> PushTargets | None:
         """Return the workers of this push; None if they have not changed."""
         server, expected = self._server, self._expected
         assert server is not None, "rank 0 has it"
@@ -288,7 +279,7 @@ class WorkerProcesses:
         if channels == self._announced:
             return None
         self._announced = channels
-        return Takers.of(
+        return PushTargets.of(
             self._image, [*server.workers], [w.wants for w in workers], [w.sets for w in workers]
         )
 
@@ -335,13 +326,13 @@ class _Call:
             self._error = error
 
 
-def _find_local_target(target: object, driver: Driver | None) -> nn.Module | Receiver | None:
-    """Return the model or engine worker in this rank; None for any other target."""
+def _find_local_target(target: object, driver: Driver | None) -> Receiver | None:
+    """Return the engine worker in this rank; None for any other target."""
     if isinstance(target, Receiver):
         return target
     if driver is None and isinstance(target, nn.Module):
         # Modules of an engine have `load_weights`; models for training do not.
-        return Receiver(target) if callable(getattr(target, "load_weights", None)) else target
+        return Receiver(target) if callable(getattr(target, "load_weights", None)) else None
     worker: Callable[[], Receiver | None] | None = getattr(driver, "worker", None)
     return None if worker is None else worker()
 

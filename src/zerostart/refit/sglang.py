@@ -22,8 +22,8 @@ from torch import nn
 
 from zerostart.errors import ConfigError, PeerError
 from zerostart.refit.connection import worker_of
-from zerostart.refit.drivers import Server
 from zerostart.refit.receiver import Load, ModuleWeights, Stages
+from zerostart.refit.wire import Server
 from zerostart.upstream.sglang import updating
 
 logger = logging.getLogger("zerostart")

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from zerostart.refit.refitter import Refitter
-    from zerostart.refit.source import WeightSource
+    from zerostart.refit.within import WeightSource
 
 
 def refit(
@@ -37,15 +37,13 @@ def refit(
             ``zerostart.serving.serve``; None: a socket of its own, see ``address`` of the result.
             Or a module with ``load_weights`` in this very rank, or a ``zerostart.serving.Receiver`` of one;
             every rank passes its own, or None.
-            Or another sharded model of the same architecture, in the same ranks or in some of them (pass
-            None on the others), of any engine, mesh and dtype.
         workers: number that the first push waits for; None: those of the engine, or one.
         dtype: floating dtype of what is pushed; None keeps the parameters' own.
         merge_adapters: False: push the model's one adapter alone, under the names of
             ``save(adapters_only=True)``.
         timeout: seconds within which workers have to connect, and to serve a version.
         strict: refuse an engine with parameters that no tensor of the model fills, which would go on as they
-            are, and a model as target that has not all tensors of ``model``. False: push all the same.
+            are. False: push all the same.
 
     Returns:
         Refitter: ``push()``, ``close()``, ``address`` and ``version``; a context manager.
@@ -121,7 +119,7 @@ def weight_source(
     with current_world().phase("arguments"):
         from zerostart.loading.request import dtype_of
         from zerostart.refit.pushes import RefitSettings
-        from zerostart.refit.source import WeightSource
+        from zerostart.refit.within import WeightSource
 
         settings = RefitSettings(dtype=dtype_of(dtype), merge_adapters=merge_adapters)
     return WeightSource(model, rank, settings)

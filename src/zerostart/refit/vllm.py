@@ -19,8 +19,8 @@ from torch import nn
 
 from zerostart.errors import ConfigError, PeerError
 from zerostart.refit.connection import EngineWorker, worker_of
-from zerostart.refit.drivers import Server
 from zerostart.refit.receiver import Load, Receiver, Stages
+from zerostart.refit.wire import Server
 from zerostart.upstream.vllm import reload
 from zerostart.upstream.vllm.reload import Layer
 

@@ -1,4 +1,4 @@
-"""Push weights into a model or engine workers inside the trainer ranks.
+"""Push weights into engine workers inside the trainer ranks, and stream whole tensors.
 
 The ranks exchange byte ranges of the image in rounds. The image is the safetensors file that a save of the
 model would write. In each round every rank requests the ranges that it needs next. The ranks fill them from
@@ -8,10 +8,9 @@ time, and no tensor is gathered.
 
 from __future__ import annotations
 
-import contextlib
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TypeVar
 
@@ -22,29 +21,24 @@ from torch import nn
 from zerostart.checkpoint.digest import Digests
 from zerostart.checkpoint.storage import Reader
 from zerostart.checkpoint.write.shards import SaveLayout
-from zerostart.distributed.world import World, default_device
-from zerostart.engines import Master, Shard, whole_shard
-from zerostart.errors import ConfigError, PeerError, VerifyError
-from zerostart.live.model import LiveModel
-from zerostart.recipe import Recipe, torch_dtype
-from zerostart.refit.drivers import Driver
-from zerostart.refit.image import Entry, Image, ImagePart, SetSums, Sums, differing
-from zerostart.refit.pushes import CHUNK, PAGE, ModelWrites, Takers
+from zerostart.distributed.world import World, current_world, default_device
+from zerostart.errors import ConfigError, PeerError
+from zerostart.recipe import torch_dtype
+from zerostart.refit.image import Image, ImagePart, SetSums, Sums
+from zerostart.refit.pushes import CHUNK, ModelWrites, PushTargets, RefitSettings, prepare_model
 from zerostart.refit.receiver import FillPlan, FromReader, Receiver
 from zerostart.refit.runs import Runs
-from zerostart.state.editing import differing_bits, master_of
-from zerostart.state.saving.adapters import has_adapters
-from zerostart.state.saving.contents import contents_of
+from zerostart.refit.wire import Driver
 from zerostart.transfer.execute import Progress, execute
 from zerostart.transfer.planning import Plan
-from zerostart.transfer.planning.writes import Origin, Write, plan_writes
+from zerostart.transfer.planning.writes import Write
 from zerostart.transfer.staging import HostStaging, copy_strided
 from zerostart.transfer.tuning import push_threads
-from zerostart.transfer.writing import Source, write_out
+from zerostart.transfer.writing import write_out
 
 T = TypeVar("T")
 #: Maximum size of the ranges that a rank requests in one round, in bytes.
-BAND = 32 << 20
+MAX_ROUND_BYTES = 32 << 20
 #: First byte of the image and one past the last; both are edges of windows.
 Range = tuple[int, int]
 
@@ -61,7 +55,7 @@ class Windows:
         self._edges = [*edges, layout.files[0].size]
 
     def batches(self, items: Iterable[tuple[T, Sequence[Range]]]) -> Iterator[tuple[list[T], list[Range]]]:
-        """Yield batches of items with their merged windows, at most ``BAND`` bytes each.
+        """Yield batches of items with their merged windows, at most ``MAX_ROUND_BYTES`` bytes each.
 
         Each item comes with the ranges that it needs. An item that needs more is a batch by itself.
         """
@@ -69,7 +63,7 @@ class Windows:
         windows: set[int] = set()
         for item, needs in items:
             more = windows.union(*(self._numbers(low, high) for low, high in needs))
-            if batch and sum(self._edges[n + 1] - self._edges[n] for n in more) > BAND:
+            if batch and sum(self._edges[n + 1] - self._edges[n] for n in more) > MAX_ROUND_BYTES:
                 yield batch, self._merge(windows)
                 batch, more = [], more.difference(windows).union(*(self._numbers(*need) for need in needs))
             batch.append(item)
@@ -78,7 +72,7 @@ class Windows:
             yield batch, self._merge(windows)
 
     def all(self) -> Iterator[list[Range]]:
-        """Yield all windows in batches of at most ``BAND`` bytes, equal on every rank."""
+        """Yield all windows in batches of at most ``MAX_ROUND_BYTES`` bytes, equal on every rank."""
         yield from (ranges for _, ranges in self.batches((None, [each]) for each in pairwise(self._edges)))
 
     def between(self, low: int, high: int) -> list[Range]:
@@ -130,7 +124,7 @@ class Rounds:
         self._write_offsets = [_write_offset(layout, write) for write in ready.plan.writes]
         self._is_summed = bytearray(len(ready.plan.writes))
 
-    def bring(self, ranges: Sequence[Range]) -> list[ImagePart]:
+    def fetch(self, ranges: Sequence[Range]) -> list[ImagePart]:
         """Return one band for each of the disjoint ``ranges``, in order; collective.
 
         A band contains all bytes of its range that this rank needs. If a rank fails, all raise its error.
@@ -229,164 +223,6 @@ def _size_of(parcel: Sequence[tuple[Range, Runs]]) -> int:
     return sum(runs.nbytes for _, runs in parcel)
 
 
-class ModelTarget:
-    """This rank's part of another sharded model."""
-
-    #: None: reports of a push list workers of engines only.
-    name = None
-
-    def __init__(self, model: nn.Module, world: World) -> None:
-        """Check the model; ``world`` contains the ranks that have a part of it."""
-        if has_adapters(LiveModel(model, world).module):
-            raise ConfigError(
-                "target has PEFT adapters, which a push does not update: merge them "
-                "(merge_and_unload), or pass the model without them"
-            )
-        self._model, self._world = model, world
-
-    def look(self) -> Mapping[str, Entry]:
-        """Read the model's current tensors; collective among the ranks that have it."""
-        live = LiveModel(self._model, self._world)
-        # Before the rest: a parameter that is still gathered would be used instead of its shard.
-        live.drop_gathered()
-        tensors, _ = live.tensors()
-        named = dict(live.module.named_parameters(remove_duplicate=False))
-        buffers = dict(live.module.named_buffers(remove_duplicate=False))
-        items = {item.name: item for item in tensors}
-        contents = contents_of(live, tensors, None)
-        #: Recipe, shard and parameter (None for a buffer) of each tensor.
-        self._tensors: list[tuple[Recipe, Shard, nn.Parameter | None]] = []
-        for one in contents.outgoing:
-            item = items[one.recipe.target.name]
-            if item.is_parameter:
-                self._tensors.append((one.recipe, item.shard, named[item.current_name]))
-            else:
-                # Each rank has its own copy of a buffer and fills it; a save writes the copy of rank 0 only.
-                buffer = whole_shard(item.name, buffers[item.current_name], live.world)
-                self._tensors.append((one.recipe, buffer, None))
-        return {entry[0]: entry for entry in contents.entries}
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the shards."""
-        return next((shard.storage.device for _, shard, _ in self._tensors), torch.device("cpu"))
-
-    def plan(self, image: Image) -> tuple[Runs, list[Runs]]:
-        """Plan which bytes of the image this rank copies into its shards.
-
-        The plan lists writes into the image. ``take`` executes them in the opposite direction.
-        """
-        wanted = [
-            (
-                recipe,
-                shard.layout,
-                Origin(shard.name, shard.storage.dtype, shard.storage.device.type == "cpu"),
-            )
-            for recipe, shard, _ in self._tensors
-        ]
-        self._image, self._plan = image, plan_writes(image.layout, wanted, CHUNK, PAGE)
-        runs = Runs.of_writes(self._plan, image.layout)
-        return runs, [runs] if runs.nbytes else []
-
-    def take(self, rounds: Rounds) -> None:
-        """Copy the planned bytes into the shards, in the order of the image."""
-        places = [_write_offset(self._image.layout, write) for write in self._plan.writes]
-        for ranges in rounds.windows.all():
-            for (low, high), band in zip(ranges, rounds.bring(ranges), strict=True):
-                self._fill(band, self._plan.writes[bisect_left(places, low) : bisect_left(places, high)])
-
-    def check(self, sums: Sequence[Sums], version: int) -> None:
-        """Read the shards back; raise VerifyError if they differ from the sent values."""
-        entries = self._image.by_name
-        storages = [Source(shard.storage.detach()) for _, shard, _ in self._tensors]
-        for expected in sums:
-            digests = Digests(entries[name] for name in expected)
-            write_out(self._plan, storages, None, push_threads(), digests.add_rows)
-            if wrong := differing(expected, digests.sums()):
-                raise VerifyError(
-                    f"{len(wrong)} tensors of the target differ from the sent values "
-                    f"({', '.join(wrong[:3])}): do not use the target; push again"
-                )
-
-    def serve(self, version: int) -> None:
-        """Do nothing."""
-
-    def _fill(self, band: ImagePart, writes: Sequence[Write]) -> None:
-        """Copy elements of the band into shards and their fp32 masters."""
-        with contextlib.ExitStack() as stack, torch.no_grad():
-            masters: dict[int, Master | None] = {}
-            for write in writes:
-                window, width = band.elements(write), write.dtype.itemsize
-                for part in write.parts:
-                    _, shard, parameter = self._tensors[part.target]
-                    if part.target not in masters:
-                        masters[part.target] = (
-                            None if parameter is None else stack.enter_context(master_of(parameter))
-                        )
-                    master = masters[part.target]
-                    count = 1 + sum((size - 1) * local for size, _, local in part.loops)
-                    shard_values = shard.storage.detach()[part.to : part.to + count]
-                    before = shard_values if master is None else shard_values.clone()
-                    copy_strided(shard_values, 0, window[part.at // width :], part.loops)
-                    if master is not None:
-                        _update_master(master, part.to, before, shard_values)
-
-
-def _update_master(master: Master, place: int, before: torch.Tensor, now: torch.Tensor) -> None:
-    """Copy changed elements of a shard, from index ``place`` on, into its fp32 master.
-
-    Elements that did not change keep the higher precision of the master.
-    """
-    first, values = master
-    low, high = max(place, first), min(place + now.numel(), first + values.numel())
-    if low < high:
-        inside = slice(low - place, high - place)
-        is_changed = differing_bits(before[inside], now[inside]).to(values.device)
-        target = values[low - first : high - first]
-        target.copy_(torch.where(is_changed, now[inside].to(values.device, values.dtype), target))
-
-
-class EngineTarget:
-    """A worker of an engine that runs inside this rank."""
-
-    def __init__(self, receiver: Receiver, driver: Driver | None, strict: bool, rank: int) -> None:
-        """Wrap a receiver; ``driver``, if any, is called when a version is complete."""
-        self.receiver, self.name = receiver, receiver.name or f"rank {rank}"
-        self._driver, self._strict = driver, strict
-        self._plan: FillPlan | None = None
-        self._image: Image | None = None
-
-    def look(self) -> Mapping[str, Entry]:
-        """Return no entries: the loader of an engine accepts any tensor."""
-        return {}
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the tensors."""
-        return torch.device("cpu") if self._plan is None else self._plan.device
-
-    def plan(self, image: Image) -> tuple[Runs, list[Runs]]:
-        """Find the bytes that the engine takes; raise ConversionError if that fails."""
-        if self._plan is None or self._image is not image:
-            self._plan, self._image = FillPlan(self.receiver, image, self._strict), image
-        return self._plan.wants, self._plan.sets
-
-    def take(self, rounds: Rounds) -> None:
-        """Fill the tensors of the engine, in the stages of its loader."""
-        assert self._plan is not None, "planned before"
-        self._plan.fill(_RankSupply(rounds))
-
-    def check(self, sums: Sequence[Sums], version: int) -> None:
-        """Raise VerifyError if the tensors differ from the sent values."""
-        assert self._plan is not None, "planned before"
-        self._plan.check(sums, version)
-
-    def serve(self, version: int) -> None:
-        """Tell the engine that it has the version; raise the error of its call."""
-        if (served := getattr(self._driver, "served", None)) is not None:
-            served(version)
-
-
 class _RankSupply:
     """A ``Supply`` that gets its bytes from the exchange rounds."""
 
@@ -397,7 +233,7 @@ class _RankSupply:
         """Copy elements from bands on any device; run computations on the host."""
         windows, copies = self._rounds.windows, HostStaging(0)
         for reads, ranges in windows.batches((read, [(read.offset, read.end)]) for read in plan.reads):
-            bands = _Bands(self._rounds.bring(ranges))
+            bands = _Bands(self._rounds.fetch(ranges))
             for read in reads:
                 data = bands.at(read.offset).rows(
                     read.offset, read.nbytes // read.rows, read.stride, read.rows
@@ -407,7 +243,7 @@ class _RankSupply:
         for computations, ranges in windows.batches(
             (each, [(read.offset, read.end) for read in each.reads]) for each in plan.computations
         ):
-            bands = _Bands(self._rounds.bring(ranges))
+            bands = _Bands(self._rounds.fetch(ranges))
             computed = replace(plan, reads=(), computations=computations)
             execute(computed, storages, Progress(0, False), push_threads(), bands)
 
@@ -417,7 +253,7 @@ class _RankSupply:
             for part in runs.batches(CHUNK)
         )
         for batch, ranges in self._rounds.windows.batches(parts):
-            reader = FromReader(_Bands(self._rounds.bring(ranges)))
+            reader = FromReader(_Bands(self._rounds.fetch(ranges)))
             for part in batch:
                 reader.sum(image, part, digests)
 
@@ -438,29 +274,19 @@ class _Bands(Reader):
 
 
 class WithinRanks:
-    """Transport to targets inside the ranks, which may each have a part."""
+    """Transport to engine workers inside the ranks."""
 
     #: Empty, since no worker connects.
     address = ""
 
-    def __init__(
-        self, target: nn.Module | Receiver | None, driver: Driver | None, strict: bool, world: World
-    ) -> None:
-        """Inspect the target; collective. ``target`` is None on ranks without a part of it."""
-        self._world = world
-        have = world.all_gather_object(target is not None, "locating the target")
-        # Ranks of the target, numbered as its engine numbers them. If only some trainer ranks are among them,
-        # there is no process group for these: the target must not need a collective.
-        members = world if all(have) else World(sum(have[: world.rank]), sum(have), None)
-        self._target: ModelTarget | EngineTarget | None = None
-        with world.phase("starting a refit"):
-            if isinstance(target, nn.Module):
-                self._target = ModelTarget(target, members)
-            elif target is not None:
-                self._target = EngineTarget(target, driver, strict, world.rank)
-        name = None if self._target is None else self._target.name
+    def __init__(self, target: Receiver | None, driver: Driver | None, strict: bool, world: World) -> None:
+        """Note the target, None on ranks without one; ``driver``, if any, is told of complete versions."""
+        self._world, self._receiver, self._driver, self._strict = world, target, driver, strict
+        name = None if target is None else target.name or f"rank {world.rank}"
         self._names = world.all_gather_object(name, "naming the workers")
-        self._takers: Takers | None = None
+        self._fill: FillPlan | None = None
+        self._image: Image | None = None
+        self._targets: PushTargets | None = None
         self._last_demands: object = None
 
     @property
@@ -469,32 +295,25 @@ class WithinRanks:
         kind = self._device.type
         return "local" if kind == "cpu" else f"local ({kind})"
 
-    def look(self) -> Mapping[str, Entry]:
-        """Return the tensors of a model target, empty for an engine; collective."""
-        target, world = self._target, self._world
-        with world.phase("inspecting the target"):
-            found = {} if target is None else dict(target.look())
-        # Ranks without a part of the target need the same entries.
-        listed = world.all_gather_object(list(found.values()), "inspecting the target")
-        return {entry[0]: entry for entry in next((each for each in listed if each), [])}
-
-    def meet(self, ready: ModelWrites) -> Takers:
+    def agree_on_targets(self, ready: ModelWrites) -> PushTargets:
         """Agree which rank takes which bytes; collective."""
         world = self._world
-        own = Runs.of_writes(ready.plan, ready.image.layout)
+        own, taken, sets = Runs.of_writes(ready.plan, ready.image.layout), b"", list[bytes]()
         with world.phase("planning"):
-            wants, sets = (None, []) if self._target is None else self._target.plan(ready.image)
-            taken = None if wants is None else wants.to_bytes()
-        demands = world.all_gather_object(
-            (own.to_bytes(), taken, [each.to_bytes() for each in sets]), "planning the messages"
-        )
-        if self._takers is None or self._last_demands != (ready.image.entries, demands):
+            if self._receiver is not None:
+                if self._fill is None or self._image is not ready.image:
+                    self._fill = FillPlan(self._receiver, ready.image, self._strict)
+                    self._image = ready.image
+                taken, sets = self._fill.wants.to_bytes(), [each.to_bytes() for each in self._fill.sets]
+        demands = world.all_gather_object((own.to_bytes(), taken, sets), "planning the messages")
+        if self._targets is None or self._last_demands != (ready.image.entries, demands):
             self._last_demands = ready.image.entries, demands
             self._owns = [Runs.from_bytes(data) for data, *_ in demands]
-            self._wants = [Runs.from_bytes(data or b"") for _, data, _ in demands]
-            self._takers = Takers.of(ready.image, self._names, self._wants, [sums for *_, sums in demands])
+            self._wants = [Runs.from_bytes(data) for _, data, _ in demands]
+            summed = [sums for *_, sums in demands]
+            self._targets = PushTargets.of(ready.image, self._names, self._wants, summed)
         self._device = self._choose_device(ready)
-        return self._takers
+        return self._targets
 
     def move(self, ready: ModelWrites, sums: SetSums) -> int:
         """Copy all needed bytes into the targets; collective.
@@ -502,8 +321,8 @@ class WithinRanks:
         Returns the number of bytes that ranks sent to each other.
         """
         rounds = Rounds(ready, self._owns, self._wants, sums, self._world, self._device)
-        if self._target is not None:
-            self._target.take(rounds)
+        if self._fill is not None:
+            self._fill.fill(_RankSupply(rounds))
         rounds.finish()
         own_bytes = sum(own.intersect(want).nbytes for own, want in zip(self._owns, self._wants, strict=True))
         return sum(runs.nbytes for runs in self._wants) - own_bytes
@@ -512,11 +331,11 @@ class WithinRanks:
         """Verify the copied values and notify the engines; collective."""
         world, failed = self._world, ""
         with world.phase("verifying the copied weights"):
-            if self._target is not None:
-                self._target.check(sums[world.rank], version)
+            if self._fill is not None:
+                self._fill.check(sums[world.rank], version)
         try:
-            if self._target is not None:
-                self._target.serve(version)
+            if (served := getattr(self._driver, "served", None)) is not None:
+                served(version)
         except Exception as error:  # the engine's call may raise any error
             failed = (
                 f"all workers have version {version}, but the engine's own call on rank {world.rank} "
@@ -534,11 +353,72 @@ class WithinRanks:
         It is the accelerator if all weights are on it and the process group sends its tensors.
         """
         kinds = {source.storage.device.type for source in ready.storages}
-        if self._target is not None:
-            kinds.add(self._target.device.type)
+        if self._fill is not None:
+            kinds.add(self._fill.device.type)
         if self._world.size > 1:
             carried = str(dist.get_backend_config())
             kinds = {kind if f"{kind}:" in carried else "cpu" for kind in kinds}
         every = set[str]().union(*self._world.all_gather_object(kinds, "choosing a device"))
         device = default_device()
         return device if every == {device.type} else torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class TensorMeta:
+    """Name, dtype and whole shape of a tensor of the iteration."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class WeightSource:
+    """A stream of whole tensors, made by ``zerostart.weight_source``, which documents it."""
+
+    def __init__(self, model: nn.Module, rank: int | None, settings: RefitSettings) -> None:
+        self._world = world = current_world()
+        if rank is not None and not 0 <= rank < world.size:
+            raise ConfigError(f"rank={rank} is not one of the {world.size} ranks")
+        self._model, self._settings = model, settings
+        self._targets = range(world.size) if rank is None else (rank,)
+        self._image = self._prepare().image
+
+    def metadata(self) -> list[TensorMeta]:
+        """Return name, dtype and whole shape of each tensor, in the order of iteration; not collective."""
+        return [
+            TensorMeta(name, torch_dtype(dtype, name), tuple(shape))
+            for name, dtype, shape in self._image.entries
+        ]
+
+    def held_names(self) -> None:
+        """Return None: whoever yields tensors yields all of them."""
+        return
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Pass over the weights as they are when it begins; collective, to the end."""
+        world, image = self._world, self._image
+        with world.phase("giving whole tensors of the checkpoint"):
+            ready = self._prepare()
+            if ready.image.entries != image.entries:
+                raise ConfigError(
+                    "the model's tensors have changed since weight_source was called; call it again"
+                )
+            own = Runs.of_writes(ready.plan, image.layout).to_bytes()
+            owns = [Runs.from_bytes(data) for data in world.all_gather_object(own, "planning the messages")]
+            wants = [Runs.of([(0, image.nbytes, 0, number in self._targets)]) for number in range(world.size)]
+            sums, device = SetSums(image, []), torch.device("cpu")
+            rounds = Rounds(ready, owns, wants, sums, world, device)
+            wanted = world.rank in self._targets
+            for meta in self.metadata():
+                entry = image.layout.tensors[meta.name]
+                out = torch.empty(meta.shape, dtype=meta.dtype, device=device if wanted else "meta")
+                windows = rounds.windows.between(entry.offset, entry.offset + entry.nbytes)
+                for _, ranges in rounds.windows.batches((None, [window]) for window in windows):
+                    for low, high in ranges:
+                        for band in rounds.fetch([(low, high)] if wanted else []):
+                            flat = out.view(-1).view(torch.uint8)[low - entry.offset : high - entry.offset]
+                            flat.copy_(band.rows(low, high - low, 0, 1)[0])
+                yield meta.name, out
+
+    def _prepare(self) -> ModelWrites:
+        return prepare_model(self._model, self._settings, self._world)
