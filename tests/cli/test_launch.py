@@ -44,12 +44,13 @@ def alive(pid):
 
 def test_results_and_environment(worker):
     module, env = worker("""
-        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
-        return [argv, [os.environ[name] for name in names], int(os.environ["MASTER_PORT"]) > 0,
-                int(os.environ["OMP_NUM_THREADS"]) >= 1]
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+        return [argv, [os.environ[name] for name in names], int(os.environ["OMP_NUM_THREADS"]) >= 1,
+                "MASTER_PORT" in os.environ,
+                os.stat(os.path.dirname(os.environ["ZEROSTART_STORE"])).st_mode & 0o077]
     """)
     results = run_local_ranks(module, ["a", "b"], 2, env=env)
-    assert results == [[["a", "b"], [str(r), str(r), "2", "2", "127.0.0.1"], True, True] for r in range(2)]
+    assert results == [[["a", "b"], [str(r), str(r), "2", "2"], True, False, 0] for r in range(2)]
 
 
 def test_the_agreed_error_comes_back_by_type_and_text(worker, capfd):

@@ -17,7 +17,7 @@ from zerostart.distributed.world import current_world
 from zerostart.errors import PeerError, ReadError, ZerostartError
 from zerostart.integrations.diffusers import PipelineRequest
 from zerostart.loading.request import Request
-from zerostart.refit.drivers import Server
+from zerostart.refit.wire import Server
 from zerostart.state.saving.hub import push
 from zerostart.training.config.configuration import ModelConfig
 

@@ -314,7 +314,7 @@ def _die_with_launcher() -> None:
 def join_group(timeout: timedelta | None = None) -> None:
     """Initialise ``torch.distributed`` for this rank from its environment, unless it is already.
 
-    Uses the socket of the local launcher, where there is one, and the ordinary ``env://`` rendezvous
+    Uses the file of the local launcher, where there is one, and the ordinary ``env://`` rendezvous
     (``torchrun``, ``accelerate launch``) elsewhere. The backend is gloo for tensors on the host and that of
     the accelerator, whose device is made current. Raises ConfigError for an accelerator that no backend
     serves, and where the hosts cannot connect to each other.

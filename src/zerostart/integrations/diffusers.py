@@ -27,11 +27,10 @@ from zerostart.errors import CheckpointError, ConfigError
 from zerostart.integrations.later_calls import serve_saving
 from zerostart.integrations.loading import InterceptedLoad
 from zerostart.live.model import record_of
-from zerostart.loading.offload import load_offloaded, release
+from zerostart.loading.offload import Window, load_offloaded, release
 from zerostart.loading.placement import Placement
 from zerostart.loading.request import Request, dtype_of
 from zerostart.loading.run import run
-from zerostart.loading.window import Window
 from zerostart.models import Built, library_of
 from zerostart.transfer.meter import allocated_bytes
 from zerostart.upstream.diffusers.weights import assembled, component_class, pipeline_class

@@ -1,45 +1,214 @@
-"""A load that leaves the weights at rest, and has them brought in where a forward needs them."""
+"""A load that leaves the weights at rest, and has them brought in where a forward needs them.
+
+One window serves all offloaded models of a pipeline. What a module computes with is there from before its
+forward until room is needed for another.
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
+from zerostart.checkpoint.catalog import Catalog
 from zerostart.distributed.world import joined_world
 from zerostart.errors import ConfigError, EngineError
+from zerostart.geometry.layout import replicated
 from zerostart.live.report import Clock
 from zerostart.loading.destinations import Destinations
 from zerostart.loading.placement import Placement
 from zerostart.loading.preparation import Prepared, prepare, undisturbed
 from zerostart.loading.request import Request
-from zerostart.loading.window import AtRest, Division, InFiles, InMemory, Unit, Window, divide
 from zerostart.models import Origins
 from zerostart.recipe import Recipe
-from zerostart.transfer.planning import join
+from zerostart.recipe.values import leaves_of
+from zerostart.transfer import Arena, Progress, Tuning, execute, page_locked
+from zerostart.transfer.planning import Destination, Plan, join
 from zerostart.upstream.torch.tensors import make_wrapper
 
 #: Most bytes of staging while a layer is read, beside the window.
 STAGING = 32 << 20
+#: Modules whose forward computes with the parameters of the modules inside them.
+INDIVISIBLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.RNNBase)
+_PURPOSE = (
+    "and layers of the model are read from it as they are needed; keep it as it is while the model is used, "
+    "or place the component 'replicate'"
+)
 
 
-@dataclass
-class _Offloaded:
-    """What one model holds of a window."""
+class AtRest(Protocol):
+    """The parameters of one model, by name, whole."""
 
-    window: Window
-    units: list[Unit]
-    kept: Unit | None
+    def fetch(self, wanted: Mapping[str, torch.Tensor]) -> None:
+        """Fill each 1-D tensor with the parameter of its name, in row-major order, in the tensor's dtype.
+
+        Raises ReadError where its files cannot be read, or are not what they were.
+        """
+
+
+class InFiles:
+    """In the checkpoint's files, in whatever layout and dtype; nothing is kept in memory or open."""
+
+    def __init__(self, catalog: Catalog, recipes: Mapping[str, Recipe], tuning: Tuning) -> None:
+        self._recipes = dict(recipes)
+        self._tuning = tuning
+        used = {catalog.tensors[n].file for r in self._recipes.values() for n in leaves_of(r.pieces)}
+        self._catalog = replace(catalog, storage=catalog.storage.kept(used))
+        # By names and dtypes of what is fetched together.
+        self._plans: dict[tuple[tuple[str, torch.dtype], ...], Plan] = {}
+
+    def fetch(self, wanted: Mapping[str, torch.Tensor]) -> None:
+        """See ``AtRest``. Raises ReadError."""
+        key = tuple((name, to.dtype) for name, to in wanted.items())
+        # Layers come round with every step: their plans are made once.
+        if key not in self._plans:
+            self._plans[key] = self._plan(wanted)
+        plan = self._plans[key]
+        storage, tuning = self._catalog.storage.recalled(_PURPOSE), self._tuning.suited(plan)
+        reader = storage.reader(cold=tuning.cold)
+        # Not collective: each rank reads for itself, when its forward comes to it.
+        progress = Progress(plan.read_bytes, False)
+        execute(plan, list(wanted.values()), progress, tuning.threads, reader, tuning.depth)
+
+    def _plan(self, wanted: Mapping[str, torch.Tensor]) -> Plan:
+        places = []
+        for name, to in wanted.items():
+            recipe = self._recipes[name]
+            layout = replicated(recipe.target.shape)
+            recipe = replace(recipe, target=replace(recipe.target, dtype=to.dtype))
+            on_host = to.device.type == "cpu"
+            places.append((recipe, layout, Destination(name, to.numel(), layout.owned, to.dtype, on_host)))
+        return join(self._catalog, places, self._tuning.options())
+
+
+class InMemory:
+    """In memory of one device, in a dtype of their own; page-locked on a host that has another device."""
+
+    def __init__(
+        self,
+        source: InFiles,
+        sizes: Mapping[str, tuple[int, torch.dtype]],
+        device: torch.device,
+        pinned: bool,
+    ) -> None:
+        self._held: dict[str, torch.Tensor] = {}
+        arena = Arena(device, page_locked) if pinned else None
+        # All before the first is taken, which allocates the arena.
+        at = {name: arena.reserve(*size) for name, size in sizes.items()} if arena is not None else {}
+        for name, (numel, dtype) in sizes.items():
+            if arena is None:
+                held = torch.empty(numel, dtype=dtype, device=device)
+            else:
+                held = arena.take(at[name], numel, dtype)
+            # One at a time, so that no more than the tensor itself is needed beside what is held.
+            source.fetch({name: held})
+            self._held[name] = held
+
+    def fetch(self, wanted: Mapping[str, torch.Tensor]) -> None:
+        """See ``AtRest``; nothing is read."""
+        for name, to in wanted.items():
+            to.copy_(self._held[name], non_blocking=True)
+
+
+@dataclass(eq=False)
+class Weight:
+    """A parameter that comes and goes."""
+
+    name: str
+    absent: nn.Parameter
+    source: AtRest
+    #: Where modules look for it.
+    places: list[tuple[nn.Module, str]]
+    #: Forwards that compute with it now.
+    users: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return self.absent.numel() * self.absent.element_size()
+
+    def put(self, tensor: nn.Parameter) -> None:
+        """Have modules find ``tensor``."""
+        for module, leaf in self.places:
+            module._parameters[leaf] = tensor
+
+
+class Window:
+    """At most ``limit`` bytes of parameters on ``device``; ``highest`` is what there was at most."""
+
+    def __init__(self, limit: int, device: torch.device) -> None:
+        self.limit, self.device = limit, device
+        self.used = self.highest = self.fetches = 0
+        # In the order of their last use.
+        self._resident: dict[Weight, None] = {}
+
+    def enter(self, weights: Sequence[Weight]) -> None:
+        """Have ``weights`` resident until ``leave``. Raises EngineError where too much is in use."""
+        missing = [weight for weight in weights if weight not in self._resident]
+        for weight in weights:
+            weight.users += 1
+            if weight in self._resident:
+                self._resident[weight] = self._resident.pop(weight)
+        if missing:
+            try:
+                self._make_room(missing)
+                self._bring(missing)
+            except BaseException:
+                self.leave(weights)
+                raise
+
+    def leave(self, weights: Sequence[Weight]) -> None:
+        """Let ``weights`` go when their room is needed."""
+        for weight in weights:
+            weight.users -= 1
+
+    def forget(self, weight: Weight) -> None:
+        """Take ``weight`` out, if it is in."""
+        if weight in self._resident:
+            weight.put(weight.absent)
+            del self._resident[weight]
+            self.used -= weight.nbytes
+
+    def _bring(self, missing: Sequence[Weight]) -> None:
+        # Plain tensors: what inference mode makes cannot be used outside of it.
+        with torch.inference_mode(False), torch.no_grad():
+            flat = {
+                weight: torch.empty(weight.absent.numel(), dtype=weight.absent.dtype, device=self.device)
+                for weight in missing
+            }
+            missing[0].source.fetch({weight.name: tensor for weight, tensor in flat.items()})
+            for weight, tensor in flat.items():
+                weight.put(nn.Parameter(tensor.view(weight.absent.shape), requires_grad=False))
+                self._resident[weight] = None
+                self.used += weight.nbytes
+        self.highest = max(self.highest, self.used)
+        self.fetches += len(missing)
+
+    def _make_room(self, missing: Sequence[Weight]) -> None:
+        needed = sum(weight.nbytes for weight in missing)
+        # Other models' first. Of the model's own the one used last, which a forward from the first layer to
+        # the last needs again later than all others.
+        idle = [weight for weight in self._resident if not weight.users]
+        others = [weight for weight in idle if weight.source is not missing[0].source]
+        own = [weight for weight in reversed(idle) if weight.source is missing[0].source]
+        for weight in [*others, *own]:
+            if self.used + needed <= self.limit:
+                break
+            self.forget(weight)
+        if self.used + needed > self.limit:
+            busy = ", ".join(weight.name for weight in self._resident)
+            raise EngineError(
+                f"{missing[0].name} needs {needed} bytes while {busy} are in use, which is {self.used} of "
+                f"the {self.limit} that device_memory_limit leaves to offloaded components; raise it"
+            )
 
 
 # Weak: a model that nobody has any more leaves its window by itself.
-_offloaded: weakref.WeakKeyDictionary[nn.Module, _Offloaded] = weakref.WeakKeyDictionary()
+_offloaded: weakref.WeakKeyDictionary[nn.Module, tuple[Window, list[Weight]]] = weakref.WeakKeyDictionary()
 
 
 def load_offloaded(request: Request, placement: Placement, window: Window, grows: bool) -> nn.Module:
@@ -64,23 +233,21 @@ def load_offloaded(request: Request, placement: Placement, window: Window, grows
                 # The order matters: at rest first, so that what rests on the device has left its room in the
                 # window before layers are shared out.
                 source = _source(prepared, placement, window, grows, request)
-                held = _attach(model, source, window, grows)
+                weights = _attach(model, source, window, grows)
             model.eval()
             prepared.built.library.finish(
                 prepared.built, prepared.recipes, str(request.source), prepared.catalog
             )
-    _offloaded[model] = held
+    _offloaded[model] = (window, weights)
     return model
 
 
 def release(model: nn.Module) -> None:
     """Let go what ``model`` has in its window, where it has one; it can compute no more."""
-    held = _offloaded.pop(model, None)
-    if held is not None:
-        for unit in [*held.units, *([held.kept] if held.kept else [])]:
-            # A forward that an error has left may still count as a user; nobody will leave it any more.
-            unit.users = 0
-            held.window.forget(unit)
+    if held := _offloaded.pop(model, None):
+        window, weights = held
+        for weight in weights:
+            window.forget(weight)
 
 
 def _check(prepared: Prepared, request: Request) -> None:
@@ -139,24 +306,20 @@ def _source(
         return files
     model = prepared.built.model
     main = placement.compute_dtype or request.dtype
-    shapes = {
-        name: (tuple(p.shape), _resting(p, placement.storage_dtype, main))
-        for name, p in model.named_parameters()
+    sizes = {
+        name: (p.numel(), _resting(p, placement.storage_dtype, main)) for name, p in model.named_parameters()
     }
     # Where the window grows, the limit is found afterwards, with what rests here counted already.
     if at.type != "cpu" and not grows:
-        _cede(window, sum(prod(shape) * dtype.itemsize for shape, dtype in shapes.values()), model)
-    return InMemory(files, shapes, at, pinned=host and accelerator)
-
-
-def _cede(window: Window, nbytes: int, model: nn.Module) -> None:
-    left = window.limit
-    if lacks := window.cede(nbytes):
-        raise ConfigError(
-            f"{type(model).__name__} takes {nbytes} bytes on {window.device}, but "
-            f"device_memory_limit has only {left} left; raise it by {lacks}, or place the "
-            "component 'offload'"
-        )
+        nbytes = sum(numel * dtype.itemsize for numel, dtype in sizes.values())
+        if nbytes > window.limit:
+            raise ConfigError(
+                f"{type(model).__name__} takes {nbytes} bytes on {window.device}, but device_memory_limit "
+                f"has only {window.limit} left; raise it by {nbytes - window.limit}, or place the "
+                "component 'offload'"
+            )
+        window.limit -= nbytes
+    return InMemory(files, sizes, at, pinned=host and accelerator)
 
 
 def _resting(parameter: nn.Parameter, storage: torch.dtype | None, main: torch.dtype | None) -> torch.dtype:
@@ -167,75 +330,69 @@ def _resting(parameter: nn.Parameter, storage: torch.dtype | None, main: torch.d
     return storage
 
 
-def _attach(model: nn.Module, source: AtRest, window: Window, grows: bool) -> _Offloaded:
-    parameters = _emptied(model, window.device)
-    sizes = {name: p.numel() * p.element_size() for name, p in parameters.items()}
-    division = divide(model, sizes, None if grows else window.free)
-    _claim(window, division, sizes, grows, type(model).__name__)
-    # By identity: a parameter that modules share is put into each of them.
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
+def _attach(model: nn.Module, source: AtRest, window: Window, grows: bool) -> list[Weight]:
+    """Have the modules of ``model`` ask the window for their parameters.
+
+    Raises ConfigError where the window is too small for one of them and those that it is called in.
+    """
+    weights = _emptied(model, source, window.device)
+    needed: dict[str, list[Weight]] = {}
+    inside = None
     for path, module in model.named_modules():
-        for leaf, parameter in module._parameters.items():
-            if parameter is not None and path not in division.tables:
-                places.setdefault(id(parameter), []).append((module, leaf))
-    found = {name: places.get(id(p), []) for name, p in parameters.items()}
-
-    def unit(name: str, names: list[str]) -> Unit:
-        return Unit(name, {n: parameters[n] for n in names}, {n: found[n] for n in names}, source)
-
-    kept = unit("what is always there", division.permanent) if division.permanent else None
-    if kept is not None:
-        # Brought once: modules with children use these around the forwards of the others.
-        window.enter(kept)  # and never leaves
-    units = []
-    for part in division.parts:
-        units.append(made := unit(part.name, part.parameters))
-        for path in part.modules:
-            _Use(window, made, path or type(model).__name__).attach(model.get_submodule(path))
-    for path, name in division.tables.items():
-        table: Any = model.get_submodule(path)
-        # On the object: its class keeps its own forward.
-        table.forward = _Rows(table, name, source, window.device)
-    return _Offloaded(window, units, kept)
-
-
-def _claim(window: Window, division: Division, sizes: Mapping[str, int], grows: bool, name: str) -> None:
-    """Raise ConfigError unless the model, and all others, can run in the window."""
-    kept = sum(sizes[one] for one in division.permanent)
-    least, where = division.least(sizes)
-    largest = max((sum(sizes[one] for one in part.parameters) for part in division.parts), default=0)
-    # For ease, beside what one forward needs, the largest part: so the next has room before that one goes.
-    lacks = window.claim(kept, least - kept, least - kept + largest, grows)
-    if lacks:
+        if inside is not None and (not inside or path.startswith(f"{inside}.")):
+            continue
+        whole = isinstance(module, INDIVISIBLE)
+        inside = path if whole else inside
+        found = module.parameters(recurse=whole)
+        if own := [weights[id(parameter)] for parameter in found]:
+            needed[path] = own
+    least, where = 0, ""
+    for path in needed:
+        outer = (own for at, own in needed.items() if path == at or not at or path.startswith(f"{at}."))
+        if (nbytes := sum(w.nbytes for w in set().union(*outer))) > least:
+            least, where = nbytes, path
+    if grows:
+        window.limit = max(window.limit, 2 * least)
+    if least > window.limit:
         raise ConfigError(
-            f"{name}: {where or 'what is always there'} needs {least} bytes at once, but "
-            f"device_memory_limit leaves {window.limit} to offloaded components, of which "
-            f"{window.limit - window.free} are always in use; raise it by {lacks}"
+            f"{type(model).__name__}: {where} needs {least} bytes at once, but device_memory_limit leaves "
+            f"{window.limit} to offloaded components; raise it by {least - window.limit}"
         )
+    for path, own in needed.items():
+        _Use(window, own, path or type(model).__name__).attach(model.get_submodule(path))
+    return list(weights.values())
 
 
-def _emptied(model: nn.Module, device: torch.device) -> dict[str, nn.Parameter]:
-    made = {id(p): absent(p, name, device) for name, p in model.named_parameters()}
+def _emptied(model: nn.Module, source: AtRest, device: torch.device) -> dict[int, Weight]:
+    """Put absent parameters in the model; returns them by ``id``."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    made: dict[int, Weight] = {}
     for module in model.modules():
         for leaf, parameter in module._parameters.items():
             if parameter is not None:
-                module._parameters[leaf] = made[id(parameter)]
-    return dict(model.named_parameters())
+                name = names[id(parameter)]
+                weight = made.setdefault(
+                    id(parameter), Weight(name, absent(parameter, name, device), source, [])
+                )
+                weight.places.append((module, leaf))
+    for weight in made.values():
+        weight.put(weight.absent)
+    return {id(weight.absent): weight for weight in made.values()}
 
 
 @dataclass
 class _Use:
-    """One module's need of a unit."""
+    """One module's need of weights."""
 
     window: Window
-    unit: Unit
+    weights: Sequence[Weight]
     name: str
     depth: int = 0
 
     def attach(self, module: nn.Module) -> None:
-        """Ask for the unit before each forward of ``module``."""
+        """Ask for the weights before each forward of ``module``."""
         module.register_forward_pre_hook(self.begin, with_kwargs=True)
-        # `always_call`: also when the forward raises, or the unit would be in use for ever.
+        # `always_call`: also when the forward raises, or the weights would be in use for ever.
         module.register_forward_hook(self.end, always_call=True)
 
     def begin(self, module: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
@@ -248,35 +405,15 @@ class _Use:
                 "for a backward. Call it under torch.no_grad(), or place the component 'replicate' or "
                 "'shard'"
             )
-        self.window.enter(self.unit)
-        # Counted only once the unit is there; a module may be called again inside its own forward.
+        self.window.enter(self.weights)
+        # Counted only once the weights are there; a module may be called again inside its own forward.
         self.depth += 1
 
     def end(self, module: nn.Module, args: tuple[object, ...], output: object) -> None:
         # ``end`` is called also where ``begin`` has raised, which then counted nothing.
         if self.depth:
             self.depth -= 1
-            self.window.leave(self.unit)
-
-
-class _Rows:
-    """The forward of an embedding of which only the rows that are looked up are read."""
-
-    def __init__(self, module: nn.Embedding, name: str, source: AtRest, device: torch.device) -> None:
-        self._shape, self._dtype = module.weight.shape, module.weight.dtype
-        self._name, self._source, self._device = name, source, device
-
-    def __call__(self, input: torch.Tensor) -> torch.Tensor:
-        # Each row once, in ascending order, which is that of the file.
-        rows, places = torch.unique(input.detach().cpu(), return_inverse=True)
-        wanted: list[int] = rows.tolist()
-        if wanted and not 0 <= wanted[0] <= wanted[-1] < self._shape[0]:
-            raise IndexError(f"{self._name} has {self._shape[0]} rows; asked for {wanted[0]} to {wanted[-1]}")
-        # A tensor made in inference mode could not be filled by the reading threads, which are in none.
-        with torch.inference_mode(False), torch.no_grad():
-            found = torch.empty((len(wanted), self._shape[1]), dtype=self._dtype, device=self._device)
-            self._source.rows(self._name, wanted, found)
-        return F.embedding(places.to(self._device), found)
+            self.window.leave(self.weights)
 
 
 class _Absent(torch.Tensor):
