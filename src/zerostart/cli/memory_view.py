@@ -1,14 +1,13 @@
-"""Print a forecast in the terminal: tables of ranks, stacked bars of memory, and whether it fits."""
+"""Print a forecast in the terminal: tables of ranks, and whether it fits."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
-from rich.text import Text
 
 from zerostart.checkpoint.paths import shown_url
 from zerostart.training.loop.terminal import duration, say
@@ -18,22 +17,6 @@ if TYPE_CHECKING:
 
 #: Kinds of ranks in a table.
 MAX_KINDS = 12
-#: Characters of a bar, and of its title and size next to it.
-BAR_WIDTH, LABEL_WIDTH = 48, 24
-#: Glyph and colour of each component, in stacking order.
-LOOKS = {
-    "parameters": ("█", "blue"),
-    "buffers": ("▮", "cyan"),
-    "secondary partitions": ("▧", "blue"),
-    "staging": ("░", "white"),
-    "master weights": ("▓", "magenta"),
-    "gradients": ("▒", "green"),
-    "optimizer state": ("▚", "yellow"),
-    "gathered parameters": ("▤", "cyan"),
-    "incoming gradient": ("▥", "green"),
-    "buckets": ("▦", "red"),
-    "scratch": ("·", "white"),
-}
 
 
 def show_plan(made: WorldPlan, source: str, console: Console | None = None) -> None:
@@ -54,8 +37,6 @@ def show_plan(made: WorldPlan, source: str, console: Console | None = None) -> N
         console.print(table)
     if len(classes) > MAX_KINDS:
         say(console, f"... and {len(classes) - MAX_KINDS} more kinds of ranks, each of which holds less")
-    if classes:
-        _bars(console, made, classes[0][0])
     for line in _lines(made):
         say(console, line)
 
@@ -66,7 +47,9 @@ def _tables(
     from zerostart.loading.forecast.result import PHASE_TITLES, number_ranges
 
     reading = _table("reading", "ranks", "reads", "operations", "time")
-    holding = _table("memory, highest in each phase", "ranks", "memory", *PHASE_TITLES.values())
+    holding = _table(
+        "memory, highest in each phase, without activations", "ranks", "memory", *PHASE_TITLES.values()
+    )
     for shown, alike in classes:
         name = number_ranges(rank.rank for rank in alike)
         reading.add_row(name, decimal(shown.read_bytes), f"{shown.read_ops:,}", duration(shown.read_seconds))
@@ -88,42 +71,6 @@ def _table(title: str, first: str, *headings: str) -> Table:
 
 def _highest(rank: RankForecast) -> int:
     return max((m.host_bytes + m.device_bytes for m in rank.memory.values()), default=0)
-
-
-def _bars(console: Console, made: WorldPlan, rank: RankForecast) -> None:
-    from zerostart.loading.forecast.result import PHASE_TITLES
-
-    width = max(8, min(BAR_WIDTH, console.width - LABEL_WIDTH))
-    limits = {fit.where: fit.limit // fit.ranks for fit in made.fits}
-    used = set[str]()
-    for where in ("device", "host"):
-        rows = {phase: getattr(memory, where) for phase, memory in rank.memory.items()}
-        if not any(rows.values()):
-            continue
-        say(console, f"{where} memory of rank {rank.rank}, highest in each phase, without activations")
-        if where == "host" and not made.accelerator:
-            say(console, "(the device is the CPU: its memory is host memory)")
-        scale = max(sum(parts.values()) for parts in rows.values())
-        for phase, parts in rows.items():
-            line = Text(f"  {PHASE_TITLES[phase]:<11}") + _bar(parts, scale, width)
-            console.print(line + Text(f" {decimal(sum(parts.values()))}"), soft_wrap=True)
-            used |= parts.keys()
-        if where in limits:
-            console.print(f"  {'limit':<11}{decimal(limits[where])}", soft_wrap=True)
-    legend = Text("  ")
-    for name, (glyph, style) in LOOKS.items():
-        if name in used:
-            legend.append(glyph * 2, style=style).append(f" {name}  ")
-    console.print(legend)
-
-
-def _bar(parts: Mapping[str, int], scale: int, width: int) -> Text:
-    bar, done = Text(), 0
-    for name, (glyph, style) in LOOKS.items():
-        # By running sums, so that roundings do not add up to a bar of another length.
-        done += parts.get(name, 0)
-        bar.append(glyph * (round(width * done / max(1, scale)) - len(bar)), style=style)
-    return bar.append(" " * (width - len(bar)))
 
 
 def _lines(made: WorldPlan) -> Iterable[str]:

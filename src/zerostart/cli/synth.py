@@ -18,15 +18,8 @@ class _Dtype(enum.StrEnum):
     float16 = "float16"
 
 
-def _checked_size(value: str | None) -> str | None:
-    if value is None or value == "tiny":
-        return value
-    try:
-        if 0 < float(value) <= 1000:
-            return value
-    except ValueError:
-        pass  # falls through to the same complaint as a factor out of range
-    raise typer.BadParameter("give 'tiny', or a factor for layers and experts such as 0.25")
+class _Size(enum.StrEnum):
+    tiny = "tiny"
 
 
 def _checked_shard_size(value: str) -> str:
@@ -49,10 +42,7 @@ def command(
         Path, typer.Argument(metavar="OUT", help="Directory to write to; a checkpoint in it is replaced.")
     ],
     size: Annotated[
-        str | None,
-        typer.Option(
-            metavar="tiny|SCALE", callback=_checked_size, help="Shrink, or scale layers and experts."
-        ),
+        _Size | None, typer.Option(help="tiny: the architecture with a few layers and experts.")
     ] = None,
     sparse: Annotated[
         bool, typer.Option("--sparse", help="Files of full size that hold no data and take no space.")
@@ -77,7 +67,7 @@ def command(
     made = synthesise(
         config,
         out,
-        size=size,
+        size=None if size is None else size.value,
         sparse=sparse,
         dtype=None if dtype is None else dtype.value,
         seed=seed,

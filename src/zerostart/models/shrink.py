@@ -6,7 +6,7 @@ the library's architectures. What a field does not have in common with others st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TypeGuard
 
 from zerostart.checkpoint.strict_json import JsonObject
@@ -58,12 +58,6 @@ _LAYERS = (
     *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth"),
     *("encoder_layers", "decoder_layers", "num_encoder_layers", "num_decoder_layers"),
 )
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_CHOSEN = (
-    *("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_k"),
-    *("top_k_experts", "moe_top_k"),
-)
-_GROUPS = ("n_group", "num_expert_group", "num_expert_groups")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "multi_query_group_num", "num_global_key_value_heads")
 
 
@@ -73,7 +67,7 @@ def tiny(config: JsonObject) -> JsonObject:
     2 layers, hidden size 64, 4 heads of 16 (2 for keys and values where they are grouped), 8 experts
     of which 2 are chosen, a vocabulary of 257.
     """
-    result = _mapped(config, tiny)
+    result = {k: tiny(value) if _nested(k, value) else value for k, value in config.items()}
     for target, keys in _TINY.items():
         # Never larger than they are: a configuration may be tiny already.
         result.update({key: min(config[key], target) for key in keys if _is_size(config.get(key))})
@@ -105,36 +99,10 @@ def _shrink_attention(config: JsonObject, result: JsonObject) -> None:
             result["head_dim"] = result[key]
 
 
-def scaled(config: JsonObject, factor: float) -> JsonObject:
-    """A configuration with ``factor`` times the layers and the experts, at least what still runs."""
-    result = _mapped(config, lambda nested: scaled(nested, factor))
-    group = _first(config, _GROUPS) or 1
-    chosen = _first(config, _CHOSEN) or 1
-    for key in _EXPERTS:
-        if _is_size(config.get(key)):
-            # A router that chooses groups first scores each by its two best experts.
-            least = max(chosen, 2 * group) if group > 1 else chosen
-            wanted = max(least, round(config[key] * factor))
-            # Groups have to be of one size: rounded up to a multiple.
-            result[key] = -(-wanted // group) * group
-    layers = {key: max(1, round(config[key] * factor)) for key in _LAYERS if _is_size(config.get(key))}
-    dense = config.get("first_k_dense_replace")
-    if _is_size(dense) and layers:
-        # At least one layer of experts stays behind the dense ones.
-        result["first_k_dense_replace"] = min(dense, max(0, min(layers.values()) - 1))
-    _set_layers(config, result, layers)
-    return result
-
-
 def _nested(key: str, value: object) -> TypeGuard[JsonObject]:
     if not isinstance(value, Mapping) or key in ("quantization_config", "per_layer_config"):
         return False
     return key.endswith("_config") or "model_type" in value
-
-
-def _mapped(config: JsonObject, change: Callable[[JsonObject], JsonObject]) -> JsonObject:
-    """A copy of ``config`` whose nested configurations went through ``change``."""
-    return {key: change(value) if _nested(key, value) else value for key, value in config.items()}
 
 
 def _is_size(value: object) -> TypeGuard[int]:

@@ -25,7 +25,7 @@ from zerostart.checkpoint.write.staging import Staging
 from zerostart.checkpoint.write.writer import CheckpointWriter
 from zerostart.errors import BuildError, ConfigError, WriteError
 from zerostart.models.registry import library_of
-from zerostart.models.shrink import scaled, tiny
+from zerostart.models.shrink import tiny
 from zerostart.recipe.dtypes import spelling, torch_dtype
 from zerostart.upstream.transformers.models import ignorable_on_save, without_weights
 
@@ -74,7 +74,7 @@ def synthesise(
     """Write random weights and ``config.json`` of the architecture ``source`` to ``out``.
 
     ``source`` is a configuration file, a directory with a ``config.json``, or a transformers model type,
-    whose default configuration is taken. ``size`` is "tiny" or a factor for layers and experts.
+    whose default configuration is taken. ``size`` is "tiny", or None for the whole.
     ``sparse`` makes files of full size that hold no data and take no space. ``dtype`` is float32,
     bfloat16 or float16, by default the configuration's, else bfloat16. The same ``seed`` gives the same
     bytes. A checkpoint already in ``out`` is replaced.
@@ -84,9 +84,11 @@ def synthesise(
     """
     raw, dropped = _without_quantisation(_read(source))
     config = _configuration(raw, source)
+    if size not in (None, "tiny"):
+        raise ConfigError(f"size {size!r} is not 'tiny'")
     if size is not None:
         # By way of the whole configuration: what the file leaves out has defaults, which are sizes too.
-        config = _configuration(_resized(config.to_dict(), size), source)
+        config = _configuration(tiny(config.to_dict()), source)
     chosen = _chosen_dtype(dtype, config)
     kind = _model_class(config)
     layout, parameters = _plan(kind, config, chosen, max_shard_size)
@@ -146,18 +148,6 @@ def _without_quantisation(raw: Mapping[str, object]) -> tuple[JsonObject, tuple[
     """Random weights are written unquantised, so their configuration must not speak of quantisation."""
     dropped = tuple(key for key in ("quantization_config",) if raw.get(key) is not None)
     return {key: value for key, value in raw.items() if key not in dropped}, dropped
-
-
-def _resized(raw: dict[str, object], size: str) -> JsonObject:
-    if size == "tiny":
-        return tiny(raw)
-    try:
-        factor = float(size)
-    except ValueError:
-        factor = 0.0
-    if not 0 < factor <= 1000:
-        raise ConfigError(f"size {size!r} is neither 'tiny' nor a factor such as 0.25")
-    return scaled(raw, factor)
 
 
 def _configuration(raw: dict[str, object], source: str | os.PathLike[str]) -> PreTrainedConfig:
