@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.drawn import examples
 from zerostart.errors import CheckpointError
-from zerostart.refit.runs import Runs
+from zerostart.refit.image import Runs
 
 Row = tuple[int, int, int, int]
 

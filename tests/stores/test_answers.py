@@ -14,7 +14,7 @@ from tests.ranks import rank_outcomes
 from zerostart.checkpoint.source import open_catalog
 from zerostart.checkpoint.storage import Storage, object_store
 from zerostart.errors import ReadError
-from zerostart.testing.net import Net, save
+from zerostart.testing.ranks import Net, save
 
 
 class Server(ThreadingHTTPServer):

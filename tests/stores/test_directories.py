@@ -21,7 +21,7 @@ from zerostart.errors import (
     VerifyError,
     ZerostartError,
 )
-from zerostart.testing.net import Net, save
+from zerostart.testing.ranks import Net, save
 
 
 @pytest.fixture(autouse=True)

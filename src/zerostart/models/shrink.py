@@ -67,7 +67,7 @@ def tiny(config: JsonObject) -> JsonObject:
     2 layers, hidden size 64, 4 heads of 16 (2 for keys and values where they are grouped), 8 experts
     of which 2 are chosen, a vocabulary of 257.
     """
-    result = {k: tiny(value) if _nested(k, value) else value for k, value in config.items()}
+    result: JsonObject = {key: tiny(value) if _nested(key, value) else value for key, value in config.items()}
     for target, keys in _TINY.items():
         # Never larger than they are: a configuration may be tiny already.
         result.update({key: min(config[key], target) for key in keys if _is_size(config.get(key))})

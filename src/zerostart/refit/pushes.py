@@ -13,8 +13,7 @@ from torch import nn
 from zerostart.distributed.world import World
 from zerostart.errors import ConfigError
 from zerostart.live.model import LiveModel
-from zerostart.refit.image import Image
-from zerostart.refit.runs import Runs
+from zerostart.refit.image import Image, Runs
 from zerostart.state.saving.save import contents_to_serve
 from zerostart.state.saving.writing import planned
 from zerostart.transfer.planning.writes import WritePlan

@@ -24,9 +24,8 @@ from zerostart.geometry import Box, Piece
 from zerostart.geometry.layout import Layout, LocalBox
 from zerostart.recipe import Computed, Recipe, symbols_of, torch_dtype
 from zerostart.recipe.dtypes import holds
-from zerostart.refit.image import Image, Sums, differing
+from zerostart.refit.image import Image, Runs, Sums, differing
 from zerostart.refit.loaders import trace_loader
-from zerostart.refit.runs import Runs
 from zerostart.transfer.execute import Progress, execute
 from zerostart.transfer.planning import Destination, Plan, PlanOptions, join
 from zerostart.transfer.planning.writes import Origin, WritePlan, plan_writes

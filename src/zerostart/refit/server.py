@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zerostart.errors import ConfigError, ConversionError, PeerError, VerifyError, ZerostartError
-from zerostart.refit.image import Image, Sums, make_memory
-from zerostart.refit.runs import Runs
+from zerostart.refit.image import Image, Runs, Sums, make_memory
 from zerostart.refit.wire import PROTOCOL, Channel, Message, listen
 
 logger = logging.getLogger("zerostart")

@@ -24,10 +24,9 @@ from zerostart.checkpoint.write.shards import SaveLayout
 from zerostart.distributed.world import World, current_world, default_device
 from zerostart.errors import ConfigError, PeerError
 from zerostart.recipe import torch_dtype
-from zerostart.refit.image import Image, ImagePart, SetSums, Sums
+from zerostart.refit.image import Image, ImagePart, Runs, SetSums, Sums
 from zerostart.refit.pushes import CHUNK, ModelWrites, PushTargets, RefitSettings, prepare_model
 from zerostart.refit.receiver import FillPlan, FromReader, Receiver
-from zerostart.refit.runs import Runs
 from zerostart.refit.wire import Driver
 from zerostart.transfer.execute import Progress, execute
 from zerostart.transfer.planning import Plan

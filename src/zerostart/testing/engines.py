@@ -19,8 +19,7 @@ from zerostart import engines
 from zerostart.engines import Mesh
 from zerostart.errors import ConfigError, CoverageError
 from zerostart.live.model import record_of
-from zerostart.testing.net import Net, imported, reference, save
-from zerostart.testing.ranks import on_ranks
+from zerostart.testing.ranks import Net, imported, on_ranks, reference, save
 
 #: Of a loaded model: what ``save_state`` takes as the model, its optimizer, and a function that takes a step.
 Training = tuple[nn.Module, torch.optim.Optimizer | None, Callable[[], object]]

@@ -25,8 +25,7 @@ from zerostart.checkpoint.formats import format_of, formats
 from zerostart.checkpoint.source import open_catalog
 from zerostart.errors import ZerostartError
 from zerostart.recipe import spelling
-from zerostart.testing.net import Net, loaded_from, reference, save
-from zerostart.testing.ranks import on_ranks
+from zerostart.testing.ranks import Net, loaded_from, on_ranks, reference, save
 
 
 class FormatConformance(ABC):

@@ -27,8 +27,7 @@ import zerostart
 from zerostart.checkpoint.source import open_catalog
 from zerostart.checkpoint.storage import Reader, Rows, Storage
 from zerostart.errors import CheckpointNotFoundError, ReadError
-from zerostart.testing.net import Net, loaded_from, save
-from zerostart.testing.ranks import on_ranks
+from zerostart.testing.ranks import Net, loaded_from, on_ranks, save
 
 NAME = "model.safetensors"
 
