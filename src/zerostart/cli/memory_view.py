@@ -74,6 +74,8 @@ def _highest(rank: RankForecast) -> int:
 
 
 def _lines(made: WorldPlan) -> Iterable[str]:
+    if not made.accelerator:
+        yield "(the device is the CPU: its memory is host memory)"
     yield from map(_verdict, made.fits)
     rates = ", ".join(f"{name} {decimal(int(rate))}/s" for name, rate in made.rates.items() if rate)
     if rates:
