@@ -178,7 +178,8 @@ def test_nothing_is_left_of_a_block(checkpoints: TinyCheckpoints) -> None:
     path = checkpoints("qwen3", torch.bfloat16)
     ((found, same, waiting),) = run_ranks(through_a_block, 1, path)
     inside, kept, gone, failed = found
-    assert inside > kept > 0
+    assert inside > 0
+    assert kept > 0
     assert gone == failed == waiting == 0
     assert same
 
