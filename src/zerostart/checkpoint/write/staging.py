@@ -96,18 +96,16 @@ class Staging:
     deletes them. ``discard`` may be called at any time, and repeatedly.
     """
 
-    def __init__(
-        self, path: str | os.PathLike[str], marker: str = MARKER, by_document: bool | None = None
-    ) -> None:
+    def __init__(self, path: str | os.PathLike[str], marker: str = MARKER) -> None:
         """Create the directories and recover from a killed save. Raises WriteError.
 
-        ``marker`` is the file name of the document, empty for none. If ``by_document``, readers find the
-        files through the document and not by the usual names of weights. None means: for a training state.
+        ``marker`` is the file name of the document, empty for none. Readers find the files of a training
+        state through its document, and others by the usual names of weights.
         """
         # Resolved once: a link that changes later must not redirect the save.
         self.path = Path(os.path.realpath(expanded(path)))
         self._marker = marker
-        self._by_document = marker not in (MARKER, "") if by_document is None else by_document
+        self._by_document = marker not in (MARKER, "")
         self._token = uuid.uuid4().hex[:12]
         self.directory = self.path / HIDDEN / self._token
         self._new_folders: list[Path] = []
@@ -228,9 +226,6 @@ class _Planner:
         folders = set()
         for group, names in grouped(self._files, staged=True).items():
             staged = [name for name in names if (self._staged / name).is_file()]
-            if "cache" in self._document:  # readers also find staged cache files
-                self.plan.after += staged
-                continue
             weights = [name for name in names if WEIGHTS.fullmatch(PurePosixPath(name).name)]
             if weights:
                 self._plan_weights(group, weights)
@@ -239,8 +234,7 @@ class _Planner:
                 if name not in weights:
                     self._plan_companion(name)
         if self._by_document:
-            cache = "cache" in self._document and "cache" in self._contents.get(self._content, {})
-            self._drop(self._old, lambda group: cache or PurePosixPath(group).parent in folders)
+            self._drop(self._old, lambda group: PurePosixPath(group).parent in folders)
         new_paths = [*self.plan.before.values(), *self.plan.after, self.plan.switch]
         self.plan.folders = [name for name in _folders_of(new_paths) if not (self._path / name).exists()]
         self._document.update(self._other_contents(), content=self._content, save=self._token)

@@ -45,14 +45,14 @@ class StoreStaging:
     Then :meth:`complete` publishes all of them, or :meth:`discard` deletes them.
     """
 
-    def __init__(self, store: StoreDirectory, marker: str, by_document: bool | None = None) -> None:
+    def __init__(self, store: StoreDirectory, marker: str) -> None:
         """List the directory. Raises WriteError.
 
-        ``marker`` is the name of the document, empty for none. ``by_document``: readers use the document, and
-        not the index of the weights; None: if it is that of a training state.
+        ``marker`` is the name of the document, empty for none. Readers use the document of a training state,
+        and otherwise the index of the weights.
         """
         self._store, self._marker = store, marker
-        self._by_document = marker not in (MARKER, "") if by_document is None else by_document
+        self._by_document = marker not in (MARKER, "")
         self._token = uuid.uuid4().hex[:12]
         self._temporary = tempfile.TemporaryDirectory(prefix="zerostart-save-")
         self.directory = Path(self._temporary.name)

@@ -276,12 +276,10 @@ def agreed_place(path: str | os.PathLike[str], world: World, doing: str = "savin
 
 
 @contextmanager
-def publishing(
-    path: str | os.PathLike[str], world: World, *, marker: str = MARKER, by_document: bool | None = None
-) -> Iterator[Publication]:
+def publishing(path: str | os.PathLike[str], world: World, *, marker: str = MARKER) -> Iterator[Publication]:
     """Stage a save into the directory or URL ``path``, and publish it after the body; collective.
 
-    ``marker`` and ``by_document`` are those of ``Staging``. After an error on any rank all that was written
+    ``marker`` is that of ``Staging``. After an error on any rank all that was written
     is removed. Raises WriteError, or the error of the body, on every rank.
     """
     staging: Staging | StoreStaging | None = None
@@ -290,9 +288,9 @@ def publishing(
         nonlocal staging
         if isinstance(at, str):
             store = StoreDirectory.at(at)
-            staging = StoreStaging(store, marker, by_document)
+            staging = StoreStaging(store, marker)
             return store
-        staging = Staging(at, marker, by_document)
+        staging = Staging(at, marker)
         return staging.directory
 
     def complete() -> dict[str, str]:

@@ -13,14 +13,13 @@ from zerostart.errors import WriteError
 _WORKERS_END_S = 5.0
 
 
-def hold(stack: contextlib.ExitStack, path: Path, refusal: str, wait: bool = False) -> None:
+def hold(stack: contextlib.ExitStack, path: Path, refusal: str) -> None:
     """Hold the lock ``path`` until ``stack`` or this process ends.
 
-    Raises WriteError where it cannot be made, and with the text ``refusal`` where another process holds it,
-    unless its end is to be waited for.
+    Raises WriteError where it cannot be made, and with the text ``refusal`` where another process holds it.
     """
     try:
-        stack.enter_context(FileLock(path, timeout=-1.0 if wait else _WORKERS_END_S))
+        stack.enter_context(FileLock(path, timeout=_WORKERS_END_S))
     except Timeout as error:
         raise WriteError(refusal) from error
     except OSError as error:
