@@ -10,6 +10,9 @@ from tests.accelerator.verbs import all_verbs
 from tests.npu_ranks import run_npu_ranks
 from tests.tiny import TinyCheckpoints
 
+#: The first test of a run waits for the compilers, of DeepSpeed's operation and of the accelerator.
+pytestmark = pytest.mark.timeout(900)
+
 
 def deepspeed_config(stage: int, **zero: Any) -> dict[str, Any]:
     return {

@@ -133,6 +133,7 @@ SESSIONS = (
     Session("docs/examples.md", files={"nodes.py": NODES}),
     Session("docs/forecast.md", MIXTURE),
     Session("docs/parallelism.md", MIXTURE),
+    Session("docs/parallelism.md", MIXTURE),
     Session("docs/training.md", CHECKPOINT, {"CONFIG.yaml": TRAIN}),
     Session("docs/saving.md", {**CHECKPOINT, **QWEN}, {}, SAVED),
     Session(
