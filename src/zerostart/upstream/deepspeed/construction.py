@@ -338,7 +338,9 @@ class _Placeholder(nn.Parameter):
 @functools.cache
 def _is_view(name: str) -> bool:
     returned = [each._schema.returns for each in overloads(name) if name not in _WHOLE]
-    return name == "__getitem__" or any(r and r[0].alias_info is not None for r in returned)
+    aliases = [r[0].alias_info for r in returned if r]
+    # What is written in place (``requires_grad_``) is no view.
+    return name == "__getitem__" or any(alias is not None and not alias.is_write for alias in aliases)
 
 
 def _enter_state_dicts(stack: ExitStack) -> None:
