@@ -25,6 +25,9 @@ JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
+# One ninja and one folder for all that DeepSpeed compiles: each ninja compiles anew what another one left.
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(VENV)/torch_extensions
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
 .DEFAULT_GOAL := help
@@ -44,11 +47,11 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(STAMP)
-	PATH="$(CURDIR)/$(BIN):$$PATH" accelerate launch --config_file examples/demo_$(ENGINE).yaml -m zerostart examples/demo.py $(OUT)
-	@PATH="$(CURDIR)/$(BIN):$$PATH" python examples/check_demo.py $(OUT)
+	accelerate launch --config_file examples/demo_$(ENGINE).yaml -m zerostart examples/demo.py $(OUT)
+	@python examples/check_demo.py $(OUT)
 
 demo-diffusion: $(STAMP)
-	@PATH="$(CURDIR)/$(BIN):$$PATH" python examples/demo_diffusion.py --engine $(ENGINE) --out $(OUT)
+	@python examples/demo_diffusion.py --engine $(ENGINE) --out $(OUT)
 
 # All cases within one process, and one or two with processes for each promise.
 test: $(STAMP)
