@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import gc
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -36,6 +37,9 @@ def command(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     download: Download = False,
+    html: Annotated[
+        Path | None, typer.Option("--html", dir_okay=False, help="Write a page to look at, one file.")
+    ] = None,
     **given: Any,
 ) -> None:
     """Tell what each rank would read and hold, and whether it fits.
@@ -52,6 +56,14 @@ def command(
     # What other libraries print while they are asked is no part of what this command prints.
     with uncollected(), contextlib.redirect_stdout(sys.stderr):
         made = zerostart.plan(source, world_size, rank=rank, **values_of(given))
+    if html is not None:
+        from zerostart.errors import WriteError
+        from zerostart.loading.forecast.page import page_of
+
+        try:
+            html.write_text(page_of(made, source), encoding="utf-8")
+        except OSError as error:
+            raise WriteError(f"{html}: the page cannot be written: {error.strerror}") from error
     if json:
         typer.echo(dump_json(made.as_dict()))
     else:
