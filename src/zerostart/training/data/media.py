@@ -11,6 +11,7 @@ import hashlib
 import importlib
 import io
 import math
+import os
 import re
 import unicodedata
 from abc import ABC, abstractmethod
@@ -108,8 +109,8 @@ def similar_path(path: Path) -> str | None:
     """Return a hint at the existing path that differs from ``path`` in slashes, capitals or accents only."""
     found = Path(path.anchor or ".")
     for part in Path(str(path).replace("\\", "/")).parts[bool(path.anchor) :]:
-        entries = _entries(found)
-        name = part if part == ".." else entries.get(part) or entries.get(_folded(part))
+        there = os.path.lexists(found / part)
+        name = part if there else _entries(found).get(_folded(part))
         if name is None:
             return None
         found /= name
@@ -118,12 +119,12 @@ def similar_path(path: Path) -> str | None:
 
 @lru_cache(maxsize=64)  # many rows may name files of one folder
 def _entries(folder: Path) -> dict[str, str]:
-    """Return the names in a folder by themselves and without capitals; none of what cannot be listed."""
+    """Return the names in a folder by how they look without capitals; none of what cannot be listed."""
     try:
         names = sorted(entry.name for entry in folder.iterdir())
     except OSError:
         return {}
-    return {**{_folded(name): name for name in names}, **{name: name for name in names}}
+    return {_folded(name): name for name in names}
 
 
 def _folded(name: str) -> str:
