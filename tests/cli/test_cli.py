@@ -64,7 +64,7 @@ def commands(monkeypatch):
     monkeypatch.setattr(zerostart.cli.importlib, "import_module", lambda name: module)
 
     def use(function):
-        for name in ("command", "inspect", "verify", "diff"):
+        for name in ("command", "inspect", "verify", "diff", "convert", "export"):
             setattr(module, name, staticmethod(function))
 
     return use
@@ -72,7 +72,7 @@ def commands(monkeypatch):
 
 def test_an_error_is_one_line_and_exit_code_1(capsys, commands):
     commands(failing_command)
-    assert run(capsys, "load") == (1, "", "error: a.weight is missing from the checkpoint\n")
+    assert run(capsys, "load") == (1, "", "error: a.weight is missing\\n from the checkpoint\n")
 
 
 def test_traceback_when_asked_for(capsys, commands, monkeypatch):

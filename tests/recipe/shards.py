@@ -36,7 +36,7 @@ def compare(
     made: Mapping[str, Recipe], expected: Tensors, source: Tensors, world: int, chunk: int
 ) -> list[Plan]:
     """Load what ``made`` says in shards of ``world`` ranks, compare each, and return the plans."""
-    catalog = memory_catalog(source, (0,))
+    catalog = memory_catalog(source)
     found = []
     for name, want in expected.items():
         recipe, shape = made[name], tuple(want.shape)

@@ -62,7 +62,7 @@ def loaded(
     if reference is None:
         with threads(1):
             reference = convert(dict(source))
-    catalog = memory_catalog(source, (0,))
+    catalog = memory_catalog(source)
     symbols = {n: SymbolicTensor.of(n, tuple(t.shape), t.dtype, t.stride()) for n, t in source.items()}
     made = recorded("test", lambda: {name: settled(t) for name, t in convert(dict(symbols)).items()})
     for name, want in reference.items():

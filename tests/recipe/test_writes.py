@@ -180,7 +180,7 @@ def test_what_asks_for_values_or_memory_is_refused(name: str) -> None:
             return {"w": d["w"] + 1}
         return {"w": d["w"]}
 
-    catalog = memory_catalog({"w": source()["w"]}, (0,))
+    catalog = memory_catalog({"w": source()["w"]})
     targets = {"w": Target("w", (8, 6), torch.float32)}
     model = module_with({"w": source()["w"]})
     built = Built(model, OperatorLog(), None, False, library_of(model))

@@ -217,7 +217,7 @@ def _convert(found: Mapping[str, Factors], model: nn.Module) -> Iterator[Mapping
             factors = (pair.a.float(), pair.b.float() * pair.scaling)
             tensors |= {f"{module}.{key}.weight": one for key, one in zip(spelling, factors, strict=True)}
             if spelling == _SPELLINGS[1]:
-                tensors[f"{module}.alpha"] = torch.tensor(float(pair.a.shape[0]))
+                tensors[f"{module}.alpha"] = torch.tensor(float(pair.a.shape[0]), device="cpu")
         try:
             converted = _parse(convert(tensors) if tensors else {}, {}, "the converted LoRA file")
         except Exception as error:  # of any type, for names that this spelling does not have
