@@ -27,11 +27,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """In another order with ``--shuffle``: no test may count on those before it."""
+    """Order the items: by chance with ``--shuffle``, for no test may count on those before it.
+
+    Else the folder that compiles comes first, so that no worker waits for it at the end.
+    """
     if (seed := config.getoption("--shuffle")) is not None:
         order = random.Random(seed)
         files = {item.path: order.random() for item in items}
         items.sort(key=lambda item: (files[item.path], order.random()))
+    else:
+        items.sort(key=lambda item: "accelerator" not in item.path.parts)
 
 
 @pytest.hookimpl(wrapper=True)

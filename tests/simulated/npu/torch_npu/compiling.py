@@ -21,7 +21,7 @@ NAME = "pretend_npu"
 _LOAD = """
 import sys
 from torch.utils.cpp_extension import load
-load(sys.argv[1], sys.argv[3:], build_directory=sys.argv[2], extra_cflags=["-O1", "-g0", "-w"])
+load(sys.argv[1], sys.argv[3], build_directory=sys.argv[2], extra_cflags=["-O0", "-g0", "-w"])
 """
 SOURCES = sorted(Path(__file__).with_name("csrc").iterdir())
 
@@ -55,10 +55,10 @@ def _compile(library: Path) -> None:
     """In a process of its own: this one may be in the middle of importing torch."""
     folder = tempfile.mkdtemp(dir=library.parent)
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))  # where ninja is
-    sources = [str(source) for source in SOURCES if source.suffix == ".cpp"]
+    source = str(Path(__file__).with_name("csrc") / "all.cpp")
     try:
         subprocess.run(
-            [sys.executable, "-c", _LOAD, NAME, folder, *sources],
+            [sys.executable, "-c", _LOAD, NAME, folder, source],
             env={**os.environ, "PATH": path, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
             check=True,
             timeout=400,
