@@ -155,7 +155,6 @@ def run(path: Path, root: Path, cases: dict[str, Case]) -> list[str]:
     return found
 
 
-@pytest.mark.slow
 def test_checkpoints_are_those_of_stock(tmp_path: Path) -> None:
     path = checkpoint("qwen3", tmp_path, tie_word_embeddings=False)
     assert run_ranks(run, 2, path, tmp_path / "saved", FAST) == [[], []]

@@ -132,7 +132,7 @@ def _run(function: Function, args: Arguments, kwargs: Keywords) -> Any:
     views = call.views()
     try:
         result = function(*tree_map(_current, args), **tree_map(_current, kwargs))
-    except (RuntimeError, NotImplementedError):
+    except RuntimeError:
         if not any(views):
             raise
         # DTensor does not take such views of shards.

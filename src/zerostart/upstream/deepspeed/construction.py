@@ -276,11 +276,11 @@ _WHOLE = ("contiguous", "detach", "to")
 
 def keep_edits(model: nn.Module) -> None:
     """Refuse edits of the empty placeholders of ``model``, which would be lost, until the engine starts."""
-    for name, parameter in model.named_parameters():
+    parameters: dict[str, Any] = dict(model.named_parameters())
+    for name, parameter in parameters.items():
         if type(parameter) is nn.Parameter and _is_hollow(parameter):
-            held: Any = parameter
-            vars(held)[_NAME] = name
-            held.__class__ = _Placeholder
+            setattr(parameter, _NAME, name)
+            parameter.__class__ = _Placeholder
     for module in model.modules():
         module.register_load_state_dict_pre_hook(_check_state_dict)  # type: ignore[no-untyped-call]
 
@@ -293,9 +293,10 @@ def _open_placeholders(model: nn.Module) -> None:
             _refuse(name)  # ``data`` was assigned
 
 
-def _check_state_dict(module: nn.Module, state: Mapping[str, object], prefix: str, *_: object) -> None:
+def _check_state_dict(module: nn.Module, state: Mapping[str, torch.Tensor], prefix: str, *_: object) -> None:
     for leaf, parameter in module._parameters.items():
-        if prefix + leaf in state and _is_hollow(parameter):
+        # DeepSpeed's own load_checkpoint passes placeholders, too, which are empty.
+        if prefix + leaf in state and state[prefix + leaf].numel() and _is_hollow(parameter):
             _refuse(getattr(parameter, _NAME, prefix + leaf))
 
 
