@@ -158,6 +158,7 @@ def refuse() -> list[str]:
     half.linear.weight = nn.Parameter(half.linear.weight.to("meta"))
     refused(half)
     refused(whole, engine_config={"zero_optimization": {"stage": 3, "no_such_key": 1}})
+    refused(whole, engine="fsdp2", dtype=torch.bfloat16 if rank else torch.float32)
     shared = copy.deepcopy(whole)
     shared.left = nn.Parameter(shared.right.data)
     refused(shared)
@@ -170,7 +171,6 @@ def refuse() -> list[str]:
     return messages
 
 
-@pytest.mark.slow
 def test_what_is_refused() -> None:
     by_rank = run_ranks(refuse, 2)
     assert by_rank[0] == by_rank[1]
@@ -181,6 +181,7 @@ def test_what_is_refused() -> None:
         "the modules of ranks 0 and 1 differ in their tensors",
         "linear.weight is on the meta device",
         "no_such_key",
+        "the ranks do not do the same",
         "share memory without being the same tensor",
         "draws random numbers on the CPU by name",
         "returned a int",

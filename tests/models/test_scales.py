@@ -51,6 +51,10 @@ REFUSED: dict[str, State] = {
     "0.weight.absmax": {"0.weight.absmax": torch.ones(3)},
     "0.weight_zero_point": {"0.weight_zero_point": torch.ones(6)},
     "0.bias_scale": {"0.bias_scale": torch.ones(())},
+    "0.scale": {"0.scale": torch.ones(())},
+    "0.weight.scale": {"0.weight.scale": torch.ones(())},
+    "0.weight_descale": {"0.weight_descale": torch.ones(())},
+    "0.scale_weight": {"0.scale_weight": torch.ones(()), "0.weight_scale": torch.full((), 0.5)},
 }
 
 

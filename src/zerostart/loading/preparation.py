@@ -225,6 +225,8 @@ class Prepared:
     from_checkpoint: bool = True
     #: Shapes in the checkpoint and in the model, by name, of what is initialised because they differ.
     reinitialised: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
+    #: Gives a caller's module its values again, when the load fails before the first of them is read.
+    give_back: Callable[[], None] = lambda: None
 
 
 @contextlib.contextmanager
@@ -357,6 +359,11 @@ def _existing(request: Request, engine: Engine, catalog: Catalog) -> Prepared:
     model = request.model
     aliases = Aliases.of(model)
     put_back = models.move_to_meta(model)
+
+    def give_back() -> None:
+        put_back()
+        aliases.follow(model)
+
     try:
         aliases.follow(model)
         built = Built(model, models.OperatorLog(), dtype, False, models.library_of(model))
@@ -367,8 +374,7 @@ def _existing(request: Request, engine: Engine, catalog: Catalog) -> Prepared:
         # Once more, after the dtypes: a cast puts new tensors in place.
         aliases.follow(model)
     except BaseException:
-        put_back()
-        aliases.follow(model)
+        give_back()
         raise
     return Prepared(
         engine,
@@ -380,6 +386,7 @@ def _existing(request: Request, engine: Engine, catalog: Catalog) -> Prepared:
         recipes.coverage,
         origins,
         from_checkpoint=False,
+        give_back=give_back,
     )
 
 

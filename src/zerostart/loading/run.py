@@ -60,11 +60,15 @@ class _Load:
                     engine.require()
             # 1. Catalog, model on meta, recipes, origins: the same on every rank; no shard has memory.
             prepared = prepare(request, engine, world, clock, request.strict, self.meter.paused, fetch=True)
-            with clock.phase("plan"):
-                # 2. Compared before anything is sharded, so that a difference costs nothing yet.
-                agree(request, prepared, world)
-            # From here on ranks hold memory of their own; each of the steps is collective.
-            placements, destinations, maker, residence = self._shard(prepared)
+            try:
+                with clock.phase("plan"):
+                    # 2. Compared before anything is sharded, so that a difference costs nothing yet.
+                    agree(request, prepared, world)
+                # From here on ranks hold memory of their own; each of the steps is collective.
+                placements, destinations, maker, residence = self._shard(prepared)
+            except BaseException:
+                prepared.give_back()
+                raise
             tuning = request.tuning(engine, prepared.catalog, maker.device, bool(prepared.recipes.computed))
             # 3. Planned, and read into place.
             stats = self._fill(request, prepared, destinations, tuning)

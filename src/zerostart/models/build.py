@@ -21,7 +21,13 @@ from zerostart.models.operator_log import OperatorLog
 from zerostart.models.origins import Origins, fill_plain_tensors, keep_dtypes, program_for, resolve_origins
 from zerostart.models.registry import described_by_tensors, library_in, library_of, maker_of
 from zerostart.recipe import Coverage, Recipes, Target, matched, symbols_of
-from zerostart.upstream.transformers.models import check_built, initialising, is_imported, without_weights
+from zerostart.upstream.transformers.models import (
+    check_built,
+    initialising,
+    is_imported,
+    is_pretrained,
+    without_weights,
+)
 
 ModelLike = nn.Module | type[nn.Module] | Callable[[], nn.Module] | Built | None
 
@@ -123,8 +129,8 @@ def _made(
 ) -> tuple[Any, OperatorLog]:
     """Call ``make`` inside ``context``, and log its operators.
 
-    A constructor that is the first to import transformers runs again: its models need that library's own
-    contexts, and nothing else should wait for the import.
+    A constructor of transformers' models that is the first to import that library runs again: they need
+    its own contexts, and other models should not wait for the import.
     """
     before, log = is_imported(), OperatorLog()
     try:
@@ -134,7 +140,7 @@ def _made(
         if before or not is_imported():
             raise
     else:
-        if before or not is_imported():
+        if before or not (isinstance(made, nn.Module) and any(map(is_pretrained, made.modules()))):
             return made, log
     return _made(make, context, name)
 

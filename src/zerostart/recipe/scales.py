@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import torch
 
@@ -30,7 +30,7 @@ def dequantised_symbols(catalog: Catalog, targets: Collection[str]) -> dict[str,
     way, since the stored numbers are not the weights.
     """
     symbols = symbols_of(catalog)
-    owners = {name: owner for name in symbols if name not in targets and (owner := _owner(name))}
+    owners = {name: owner for name in symbols if name not in targets and (owner := _owner(name, symbols))}
     found = {name: owner for name, owner in owners.items() if owner in symbols or owner in targets}
     scaled: dict[str, SymbolicTensor] = {}
     for name, owner in found.items():
@@ -39,7 +39,8 @@ def dequantised_symbols(catalog: Catalog, targets: Collection[str]) -> dict[str,
             scaled[owner] = weight.to(torch.float32) * scale.to(torch.float32).view(shape)  # type: ignore[assignment]
     for name, owner in found.items():
         known = _is_scale(name, owner) or name.rpartition(".")[2] in _HINTS
-        if owner not in scaled or not known:
+        scales = [other for other, whose in found.items() if whose == owner and _is_scale(other, owner)]
+        if owner not in scaled or not known or len(scales) > 1:
             kinds = [str(symbols[one].dtype) for one in (name, owner) if one in symbols]
             raise ConversionError(
                 f"{name} ({', of '.join(kinds)}) belongs to the quantised tensor {owner}, whose stored "
@@ -55,11 +56,15 @@ def dequantised_symbols(catalog: Catalog, targets: Collection[str]) -> dict[str,
     }
 
 
-def _owner(name: str) -> str | None:
+def _owner(name: str, symbols: Mapping[str, SymbolicTensor]) -> str | None:
     if beside := _OF_WEIGHT.fullmatch(name):
         return f"{beside[1] or ''}weight"
-    after = _OF_TENSOR.fullmatch(name)
-    return after[1] if after else None
+    if after := _OF_TENSOR.fullmatch(name):
+        return after[1]
+    # Next to float8 numbers, whatever is called a scale: without it they are not the weights.
+    module, _, leaf = name.rpartition(".")
+    near = (one for one in (module, f"{module}.weight") if one in symbols and symbols[one].dtype in _FLOAT8)
+    return next(near, None) if "scale" in leaf else None
 
 
 def _is_scale(name: str, owner: str) -> bool:

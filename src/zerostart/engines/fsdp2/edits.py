@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -25,13 +26,22 @@ from zerostart.engines.shard import plain_name
 from zerostart.errors import EngineError
 from zerostart.upstream.guard import Function
 from zerostart.upstream.torch.fsdp2 import has_begun, whole_tensor
-from zerostart.upstream.torch.tensors import intercept_functions, is_edit, overloads, shares_storage
+from zerostart.upstream.torch.tensors import (
+    edited_argument,
+    intercept_functions,
+    is_edit,
+    overloads,
+    shares_storage,
+)
 from zerostart.upstream.types import Arguments, Keywords
 
 #: Functions that draw random numbers for a new tensor.
-_DRAWING = ("bernoulli", "dropout", "normal", "rand_like", "randint_like", "randn_like")
-#: Attribute of a view that is not a sharded tensor by itself.
-_PART = "_zerostart_part"
+_DRAWING = re.compile(
+    "(feature_)?(alpha_)?dropout([123]d)?|bernoulli|gumbel_softmax|multinomial|normal|poisson"
+    "|rand(int|n)?_like|rrelu"
+)
+#: Attributes of views of parameters, and of new tensors that are made of parameters.
+_PART, _DERIVED = "_zerostart_part", "_zerostart_derived"
 _ASSIGNMENTS = ("fill_", "zero_", "copy_", "zeros_", "ones_", "constant_")
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
@@ -98,37 +108,62 @@ class _Call:
         return [isinstance(r, torch.Tensor) and r.is_meta and shares_storage(r, target) for r in results]
 
 
+#: Models that have not run; attribute of a parameter of another model, with how many models had begun then.
 _waiting: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-_edits = itertools.count()
+_OTHER = "_zerostart_other"
+_begun = 0
+_edits = itertools.count(1)
 _last_edit = 0
 
 
 def keep_edits(model: nn.Module) -> None:
     """Apply edits of the parameters of ``model``, or of parts of them, to its shards until it runs."""
+    global _begun
     _waiting.add(model)
+    _begun += 1
     intercept_functions(_run)
+
+
+def expire_views() -> None:
+    """Have each view read its parameter again, whose shards may have been written to."""
+    global _last_edit
+    _last_edit = next(_edits)
 
 
 def _run(function: Function, args: Arguments, kwargs: Keywords) -> Any:
     """Run a torch function that has a DTensor among its arguments."""
-    if all(map(has_begun, _waiting)):
+    for model in list(filter(has_begun, _waiting)):
+        _waiting.discard(model)
+    if not _waiting:
         intercept_functions(None)
         return function(*args, **kwargs)
-    if function == _SET_DATA and not isinstance(args[1], DTensor):
-        function = torch.Tensor.copy_  # over the values: FSDP2 keeps the memory of its shard
+    target = edited_argument(args, kwargs)
+    if function == _SET_DATA and isinstance(target, nn.Parameter) and _part_of(target) is not None:
+        if (args[1].dtype, args[1].shape) != (target.dtype, target.shape):
+            _refuse(target, "its data keep their dtype and shape (a load has dtype=)")
+        with torch.no_grad():  # over the values: FSDP2 keeps the memory of its shard
+            return _run(torch.Tensor.copy_, args, {})
+    name = str(getattr(function, "__name__", ""))
+    if isinstance(target, list | tuple) and is_edit(name, kwargs):
+        for one in target:
+            if (part := _part_of(one)) is not None and not _shares_shard(one, part):
+                _refuse(part.base, f"{name} of parts would be lost")
     out = kwargs.get("out")
     if isinstance(out, DTensor):
         result = function(*args, **{key: value for key, value in kwargs.items() if key != "out"})
         return _run(torch.Tensor.copy_, (out, result), {})
-    target = next(itertools.chain(args, kwargs.values()), None)
     part = _part_of(target)
     if part is None or target is None:
         return function(*tree_map(_current, args), **tree_map(_current, kwargs))
     call = _Call(function, args, kwargs, target, part)
-    if call.name in _DRAWING:
+    if is_edit(name, kwargs):
+        if not call.is_exact_on_shards:
+            return _edit(call)
+        result = function(*tree_map(_current, args), **tree_map(_current, kwargs))
+        expire_views()
+        return result
+    if _DRAWING.fullmatch(name):
         return _share(part.base, _result_on_whole(call))
-    if is_edit(call.name):
-        return function(*args, **kwargs) if call.is_exact_on_shards else _edit(call)
     views = call.views()
     try:
         result = function(*tree_map(_current, args), **tree_map(_current, kwargs))
@@ -137,23 +172,22 @@ def _run(function: Function, args: Arguments, kwargs: Keywords) -> Any:
             raise
         # DTensor does not take such views of shards.
         result = tree_map(functools.partial(_replicated, part.base), _result_on_whole(call))
-    for number, (leaf, is_view) in enumerate(zip(tree_leaves(result), views, strict=False)):
+    for number, (leaf, is_view) in enumerate(itertools.zip_longest(tree_leaves(result), views)):
         if is_view and isinstance(leaf, DTensor) and leaf is not target:
-            found = _Part(part.base, functools.partial(call.take, number), _last_edit)
-            if leaf.shape != part.base.shape or not _shares_shard(leaf, found):
-                setattr(leaf, _PART, found)
+            setattr(leaf, _PART, _Part(part.base, functools.partial(call.take, number), _last_edit))
+        elif isinstance(leaf, DTensor) and leaf is not target:
+            setattr(leaf, _DERIVED, True)
     return result
 
 
 def _edit(call: _Call) -> Any:
     """Run a function that writes to a part on the whole tensor, and share out the result; collective."""
-    global _last_edit
     base, target = call.part.base, call.target
     with torch.no_grad():
         whole = _whole(base)
         call.run_on(call.part.take(whole), _whole)
         base._local_tensor.copy_(_share(base, whole)._local_tensor)
-        _last_edit = next(_edits) + 1
+        expire_views()
         if not _shares_shard(target, call.part):
             target._local_tensor.copy_(call.part.take(whole))  # type: ignore[attr-defined]
     return None if call.name == "__setitem__" else target
@@ -167,30 +201,37 @@ def _share(base: DTensor, whole: torch.Tensor) -> DTensor:
     """Return rank 0's ``whole``, sharded like ``base``; collective."""
     mesh = base.device_mesh
     if mesh.size() != dist.get_world_size():
-        named = itertools.chain.from_iterable(model.named_parameters() for model in _waiting)
-        whose = (
-            n
-            for n, p in named
-            if isinstance(p, DTensor) and shares_storage(p._local_tensor, base._local_tensor)
-        )
-        name = plain_name(next(whose, "a tensor"))
-        raise EngineError(
-            f"{name} is cut by tensor or expert parallelism, so a change of a part of it, or random values "
-            "for it, would not be those of one process: change it inside "
-            f"`with zerostart.gathered(model, {name!r}, modifier_rank=0)`"
-        )
+        _refuse(base, "tensor or expert parallelism cuts it, so that ranks would not write the same")
     whole = whole.detach().contiguous()
     dist.broadcast(whole, 0)
     return distribute_tensor(whole, mesh, base.placements, src_data_rank=None)
 
 
+def _refuse(base: torch.Tensor, why: str) -> NoReturn:
+    named = itertools.chain.from_iterable(model.named_parameters() for model in _waiting)
+    name = plain_name(next((name for name, parameter in named if parameter is base), "a parameter"))
+    raise EngineError(
+        f"{name} is sharded by FSDP2, and {why}: change it inside "
+        f"`with zerostart.gathered(model, {name!r}, modifier_rank=0)`"
+    )
+
+
 def _part_of(tensor: object) -> _Part | None:
+    """Return what part of a parameter of a waiting model ``tensor`` is; None for all others."""
     if not isinstance(tensor, DTensor):
         return None
-    found: _Part | None = getattr(tensor, _PART, None)
-    if found is None and any(isinstance(placement, ShardPlacement) for placement in tensor.placements):
-        return _Part(tensor, lambda whole: whole)
-    return found
+    found: _Part = getattr(tensor, _PART, None) or _Part(tensor, lambda whole: whole)
+    sharded = any(isinstance(placement, ShardPlacement) for placement in found.base.placements)
+    if sharded and hasattr(found.base, _DERIVED):
+        return found
+    if not sharded or not isinstance(found.base, nn.Parameter):
+        return None
+    if getattr(found.base, _OTHER, None) == _begun:
+        return None
+    if any(parameter is found.base for model in _waiting for parameter in model.parameters()):
+        return found
+    setattr(found.base, _OTHER, _begun)
+    return None
 
 
 def _current(value: Any) -> Any:

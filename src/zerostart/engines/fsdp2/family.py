@@ -291,9 +291,11 @@ class FSDP2(Engine):
 
     @classmethod
     def put_to_rest(cls, model: nn.Module) -> None:
+        from zerostart.engines.fsdp2.edits import expire_views
         from zerostart.engines.fsdp2.storage import put_to_rest
 
         put_to_rest(model)
+        expire_views()  # whoever asks for the shards may write to them
 
     @classmethod
     def training_state(cls, model: nn.Module, optimizer: object) -> TrainingState | None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from zerostart.errors import EngineError
 from zerostart.upstream.deepspeed import zero3_partitions as upstream
@@ -24,7 +25,7 @@ from zerostart.upstream.deepspeed.tensors import slices_of
 from zerostart.upstream.deepspeed.zero12_groups import expert_of
 from zerostart.upstream.guard import Use, demand, misfit
 from zerostart.upstream.patches import RefCountedPatches, Ticket, fits, replaced
-from zerostart.upstream.torch.tensors import is_edit, overloads, shares_storage
+from zerostart.upstream.torch.tensors import edited_argument, is_edit, overloads, shares_storage
 from zerostart.upstream.types import Arguments, DeepSpeedConfig, Keywords
 
 if TYPE_CHECKING:
@@ -269,7 +270,11 @@ def _is_hollow(parameter: Any) -> bool:
     return hasattr(parameter, "ds_id") and not parameter.numel() and parameter.ds_numel > 0
 
 
-_NAME, _OF = "_zerostart_name", "_zerostart_parameter"
+_NAME = "_zerostart_name"
+#: The placeholder whose ``data`` a tensor is.
+_placeholders: Any = WeakIdKeyDictionary()
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_MOVING = ("deepspeed", "torch", "zerostart")
 #: Functions that may return their argument itself, and need no elements.
 _WHOLE = ("contiguous", "detach", "to")
 
@@ -287,10 +292,8 @@ def keep_edits(model: nn.Module) -> None:
 
 def _open_placeholders(model: nn.Module) -> None:
     empty: dict[str, Any] = {n: p for n, p in model.named_parameters() if isinstance(p, _Placeholder)}
-    for name, parameter in empty.items():
+    for parameter in empty.values():
         parameter.__class__ = nn.Parameter
-        if parameter.numel() and parameter.ds_status.name == "NOT_AVAILABLE":
-            _refuse(name)  # ``data`` was assigned
 
 
 def _check_state_dict(module: nn.Module, state: Mapping[str, torch.Tensor], prefix: str, *_: object) -> None:
@@ -315,21 +318,43 @@ class _Values(torch.Tensor):
         cls, function: Any, types: object, args: Arguments = (), kwargs: Keywords | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        target: Any = next(iter((*args, *kwargs.values())), None)
+        target = edited_argument(args, kwargs)
         name = getattr(function, "__name__", "")
+        caller = sys._getframe(1).f_globals["__name__"]
         # Initialisers ask for the shape, and would blame it.
-        asked = name in ("dim", "ndimension") and sys._getframe(1).f_globals["__name__"] == "torch.nn.init"
+        asked = name in ("dim", "ndimension") and caller == "torch.nn.init"
         with torch._C.DisableTorchFunctionSubclass():
-            parameter = getattr(target, _OF, target)
+            if is_edit(name, kwargs) and isinstance(target, list | tuple):  # such as ``_foreach_zero_``
+                target = next((one for one in target if _is_hollow(_placeholder_of(one))), None)
+            parameter = _placeholder_of(target)
             if not _is_hollow(parameter):
                 return function(*args, **kwargs)
-            if asked or is_edit(name) or _is_view(name):
+            # DeepSpeed puts its own memory there, and torch's ``Module.to`` an empty tensor.
+            assigned = function == _SET_DATA and not caller.startswith(
+                ("deepspeed.", "zerostart.", "torch.nn.")
+            )
+            if asked or assigned or is_edit(name, kwargs) or _is_view(name):
                 _refuse(getattr(parameter, _NAME, "a parameter"))
             result = function(*args, **kwargs)
             if type(result) is torch.Tensor and shares_storage(result, target):
                 result = result.as_subclass(_Values)
-                setattr(result, _OF, parameter)
+                _placeholders[result] = parameter
             return result
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Become a plain tensor in files and other processes."""
+        return self._plain().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __deepcopy__(self, memo: object) -> torch.Tensor:
+        return self._plain().clone()
+
+    def _plain(self) -> torch.Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.detach().as_subclass(torch.Tensor)
+
+
+def _placeholder_of(tensor: Any) -> Any:
+    return _placeholders.get(tensor, tensor) if isinstance(tensor, _Values) else tensor
 
 
 class _Placeholder(nn.Parameter):

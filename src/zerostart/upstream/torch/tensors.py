@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -62,19 +62,26 @@ def intercept_functions(handler: Callable[..., Any] | None) -> None:
     kind.__torch_function__ = torch._C._disabled_torch_function_impl if handler is None else classmethod(run)
 
 
-def is_edit(name: str) -> bool:
+def edited_argument(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return the argument that a torch function would change: the first, ``input``, or an initialiser's."""
+    return args[0] if args else kwargs.get("input", kwargs.get("tensor"))
+
+
+def is_edit(name: str, kwargs: Mapping[str, Any]) -> bool:
     """Return whether a torch function of this name changes elements of its first argument."""
     inner = name.removeprefix("__i")
     augmented = inner != name and inner not in ("nt__", "ndex__", "nvert__")
     in_place = name.endswith("_") and not name.endswith("__") and name not in _METADATA
-    return augmented or in_place or name == "__setitem__"
+    return augmented or in_place or name == "__setitem__" or bool(kwargs.get("inplace"))
 
 
 @functools.cache
 def overloads(name: str) -> list[Any]:
     """Return the operators of torch that a function of this name may run."""
-    packet = getattr(torch.ops.aten, name, None)
-    return [] if packet is None else [getattr(packet, each) for each in packet.overloads()]
+    packet: Any = getattr(torch.ops.aten, name, None)
+    # Every Python object has ``__repr__`` and the like, which are no operators.
+    known = isinstance(packet, torch._ops.OpOverloadPacket)
+    return [getattr(packet, each) for each in packet.overloads()] if known else []
 
 
 def storage_users(storage: torch.UntypedStorage) -> int:
