@@ -17,6 +17,10 @@ MiB = 1 << 20
 COLD = 16 * MiB
 
 
+def stored(file: str) -> LocalFiles:
+    return LocalFiles((file,), (Path(file).stat().st_size,))
+
+
 @pytest.fixture
 def file(tmp_path: Path) -> str:
     path = tmp_path / "model.safetensors"
@@ -40,9 +44,9 @@ def put(root: Path, path: str, text: str) -> None:
 
 def test_cold_storage_gets_more_reads_in_flight(file: str) -> None:
     Path(file).read_bytes()
-    warm = tune(LocalFiles.of([file]), staged_on_device=False, ranks=1)
+    warm = tune(stored(file), staged_on_device=False, ranks=1)
     evict(file)
-    cold = tune(LocalFiles.of([file]), staged_on_device=False, ranks=1)
+    cold = tune(stored(file), staged_on_device=False, ranks=1)
     assert (warm.cold, cold.cold) == (False, True)
     assert cold.threads >= 4
     assert not warm.direct
@@ -50,7 +54,7 @@ def test_cold_storage_gets_more_reads_in_flight(file: str) -> None:
 
 
 def test_explicit_arguments_win(file: str) -> None:
-    assert tune(LocalFiles.of([file]), False, chunk_size=3 * MiB + 5).chunk_size == 3 * MiB + 5
+    assert tune(stored(file), False, chunk_size=3 * MiB + 5).chunk_size == 3 * MiB + 5
 
 
 @pytest.mark.parametrize("limit", [MIN_CHUNK, 200_000, MiB, 5 * MiB, 64 * MiB])
@@ -61,7 +65,13 @@ def test_memory_limit_caps_all_buffers(
     file: str, limit: int, device: bool, computes: bool, chunk: int | None
 ) -> None:
     evict(file)
-    tuning = tune(LocalFiles.of([file]), device, computes, memory_limit=limit, chunk_size=chunk)
+    tuning = tune(
+        stored(file),
+        device,
+        computes,
+        memory_limit=limit,
+        chunk_size=chunk,
+    )
     scratch = tuning.threads * tuning.chunk_size * computes
     assert tuning.ring_bytes + scratch <= max(limit, MIN_CHUNK * (1 + computes))
     assert tuning.chunk_size >= MIN_CHUNK
@@ -78,7 +88,7 @@ def test_tensors_in_memory_need_no_probe() -> None:
 @pytest.mark.parametrize("device", [False, True])
 def test_memory_limit_caps_an_exchange(file: str, limit: int | None, device: bool) -> None:
     evict(file)
-    tuning = tune(LocalFiles.of([file]), device, memory_limit=limit)
+    tuning = tune(stored(file), device, memory_limit=limit)
     chunk = tuning.exchange_chunk
     assert chunk % MIN_CHUNK == 0
     most = limit or (DEVICE_RING if device else RING)

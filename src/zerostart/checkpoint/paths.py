@@ -45,16 +45,6 @@ def located(path: str | os.PathLike[str]) -> Path | str:
     return str(path).rstrip("/") if scheme_of(path) else expanded(path).absolute()
 
 
-def inside(place: Path | str, *names: str) -> Path | str:
-    """What lies in a directory, or below a URL."""
-    return place.joinpath(*names) if isinstance(place, Path) else "/".join((place.rstrip("/"), *names))
-
-
-def name_of(place: Path | str) -> str:
-    """The last part of a path or a URL."""
-    return place.name if isinstance(place, Path) else place.rstrip("/").rpartition("/")[2]
-
-
 def shown_url(path: str) -> str:
     """A path as it is; a URL without what may be secret in it."""
     return without_secrets(path.partition("?")[0]) if scheme_of(path) else path

@@ -100,4 +100,4 @@ def export(
         from zerostart.state.saving.hub import push
 
         root = str(Path(run).absolute())
-        typer.echo(f"pushed to {push(out, push_to_hub, root, {}, current_world(), private)}")
+        typer.echo(f"pushed to {push(out, push_to_hub, root, current_world(), private)}")

@@ -63,9 +63,8 @@ class Gathers:
 
 @dataclass(frozen=True)
 class ParameterBytes:
-    """Bytes of parameters on each of ``ranks``, by kind."""
+    """Bytes of parameters on each rank, by kind."""
 
-    ranks: tuple[int, ...]
     #: Elements that the optimizer updates.
     trained: Array
     #: Bytes of all shares whose home is the device.
@@ -74,8 +73,6 @@ class ParameterBytes:
     host: Array
     #: Bytes of all shares whose home is NVMe.
     storage: Array
-    #: Bytes of shares that are not trained.
-    frozen: Array
     #: Elements of the largest share of one parameter.
     largest: Array
     #: Bytes of the model's buffers, whole on every rank.
@@ -83,11 +80,6 @@ class ParameterBytes:
     #: That of most trained elements.
     dtype: torch.dtype
     gathers: Gathers
-
-    @property
-    def nbytes(self) -> Array:
-        """Bytes of all shares."""
-        return self.device + self.host + self.storage
 
 
 @dataclass(frozen=True)

@@ -81,11 +81,6 @@ class Copy:
         """Whether source and destination are each one unbroken run, in the same order."""
         return not self.loops or (len(self.loops) == 1 and self.loops[0][1:] == (1, 1))
 
-    @property
-    def span(self) -> int:
-        """Elements from the first to the last one read, both included."""
-        return 1 + sum((size - 1) * stride for size, stride, _ in self.loops)
-
 
 def merge_runs(copies: Iterable[Copy]) -> list[Copy]:
     """Join unbroken runs that continue each other on both sides; sorted by source and address."""

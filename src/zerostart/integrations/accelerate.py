@@ -39,8 +39,6 @@ from zerostart.upstream.types import Accelerator, FSDPPlugin
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
-    from zerostart.upstream.types import Accelerator
-
 logger = logging.getLogger("zerostart")
 
 Original = Callable[[], object]

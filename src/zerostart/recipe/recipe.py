@@ -10,7 +10,7 @@ from difflib import get_close_matches
 import torch
 
 from zerostart.errors import BuildError, CoverageError
-from zerostart.geometry import Box, Piece
+from zerostart.geometry import Piece
 from zerostart.recipe.values import Computed
 
 
@@ -38,11 +38,6 @@ class Recipe:
     target: Target
     pieces: tuple[Piece, ...]
     converted: bool = False
-
-    @property
-    def boxes(self) -> tuple[Box, ...]:
-        """What is filled, in disjoint boxes: all of the target, if ``Recipes.partial`` does not name it."""
-        return tuple(Box(piece.origin, piece.extent) for piece in self.pieces)
 
     @property
     def computed(self) -> bool:

@@ -64,7 +64,7 @@ def _viewed(cls: SymbolClass, source: Any, func: OpOverload, rest: Arguments, me
     if func in SAME:
         return cls(source.memory, source.steps, meta)
     if func in KNOWN_VIEWS:
-        return cls(source.memory, (*source.steps, Step(func, rest, layout, meta.dtype)), meta)
+        return cls(source.memory, (*source.steps, Step(func, rest, layout)), meta)
     if meta.dtype != source.dtype or not shares_storage(meta, source.meta):
         raise refusal(
             f"the conversion of {names_of(source)} calls {func}, a view that zerostart does not support"

@@ -54,8 +54,6 @@ class Step:
     args: Arguments
     #: Of the result.
     layout: Layout
-    #: Of the result.
-    dtype: torch.dtype
 
     @property
     def reads_anew(self) -> bool:

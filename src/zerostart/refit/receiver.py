@@ -338,7 +338,7 @@ def _place(tensor: torch.Tensor) -> tuple[int, int, int]:
 
 
 def _origin(recipe: Recipe, host: bool) -> Origin:
-    return Origin(recipe.target.name, recipe.target.dtype, host)
+    return Origin(recipe.target.dtype, host)
 
 
 def _destination(recipe: Recipe, host: bool) -> Destination:

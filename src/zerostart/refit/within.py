@@ -11,7 +11,6 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import TypeVar
 
 import torch
@@ -69,10 +68,6 @@ class Windows:
             windows = more
         if batch:
             yield batch, self._merge(windows)
-
-    def all(self) -> Iterator[list[Range]]:
-        """Yield all windows in batches of at most ``MAX_ROUND_BYTES`` bytes, equal on every rank."""
-        yield from (ranges for _, ranges in self.batches((None, [each]) for each in pairwise(self._edges)))
 
     def between(self, low: int, high: int) -> list[Range]:
         """Return the windows that contain bytes from ``low`` up to ``high``."""

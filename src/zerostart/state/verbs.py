@@ -193,7 +193,7 @@ def save(
 
         record = find_record(model)
         root = "" if record is None else record.catalog.root
-        push(path, push_to_hub, root, {}, current_world(), hub_private)
+        push(path, push_to_hub, root, current_world(), hub_private)
     return report
 
 

@@ -40,10 +40,6 @@ class Rows:
         """Number of bytes from the first byte of the first row to the last byte of the last."""
         return (self.count - 1) * self.stride + self.width
 
-    def fetched(self, gap: int = FETCHED_GAP) -> int:
-        """Bytes that are fetched for the rows; gaps of up to ``gap`` bytes cost less than a request."""
-        return self.span if self.stride - self.width <= gap else self.count * self.width
-
     def extents(self, gap: int = FETCHED_GAP) -> Iterator[tuple[int, int]]:
         """The ranges ``(start, bytes)`` that are fetched with one request each."""
         if self.stride - self.width <= gap:
@@ -105,11 +101,10 @@ Opener = Callable[[str, str], AbstractContextManager[tuple[HeaderBytes, int]]]
 
 @dataclass(frozen=True, slots=True)
 class RequestCost:
-    """Seconds until the first byte of a request, and bytes a second from then on; measured or usual."""
+    """Seconds until the first byte of a request, and bytes a second from then on."""
 
     latency: float
     rate: float
-    measured: bool = False
 
     @property
     def gap(self) -> int:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from zerostart.checkpoint.storage.base import Reader, Residency, Storage
 from zerostart.checkpoint.storage.files import FileState
@@ -19,12 +17,6 @@ SAMPLED_FILES, MOSTLY_ABSENT = 4, 0.1
 @dataclass(frozen=True)
 class LocalFiles(Storage):
     """``files`` are absolute paths; ``identities`` the states that they had when their headers were read."""
-
-    @classmethod
-    def of(cls, paths: Iterable[str | os.PathLike[str]]) -> LocalFiles:
-        """The files at ``paths``, as long as they are now. Raises OSError if one is not there."""
-        found = tuple(os.fspath(path) for path in paths)
-        return cls(found, tuple(Path(path).stat().st_size for path in found))
 
     @classmethod
     def known(cls, paths: Iterable[str], states: Sequence[FileState]) -> LocalFiles:

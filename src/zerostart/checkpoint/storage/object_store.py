@@ -157,7 +157,7 @@ class ObjectFiles(Storage):
         latency, seconds = times[1] - times[0], times[-1] - times[0]
         # A fast store sends more than the first piece before that piece is delivered.
         rate = length / max(seconds - latency, seconds / 8)
-        return replace(opened, cost=RequestCost(float(f"{latency:.2g}"), float(f"{rate:.2g}"), measured=True))
+        return replace(opened, cost=RequestCost(float(f"{latency:.2g}"), float(f"{rate:.2g}")))
 
     def reader(self, *, cold: bool = False, direct: bool = False) -> Reader:
         return ObjectReader(self)

@@ -60,10 +60,6 @@ class Mesh:
         """Rank and size among those that hold one section of a dense parameter; each has its own batch."""
         return rank // self.tensor_parallel, self.world_size // self.tensor_parallel
 
-    def sequence(self, rank: int) -> tuple[int, int]:
-        """Rank and size among those that share each sequence of a batch."""
-        return rank // self.tensor_parallel % self.sequence_parallel, self.sequence_parallel
-
     def batch(self, rank: int) -> tuple[int, int]:
         """Which batch a rank sees, and how many there are at a time."""
         shared = self.sequence_parallel * self.tensor_parallel

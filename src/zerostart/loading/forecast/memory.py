@@ -122,7 +122,7 @@ def parameter_bytes(
     homes = {DEVICE: zeros.copy(), HOST: zeros.copy()}
     # Bytes, but for ``trained`` and ``largest``, which are elements: in which dtype these are stepped the
     # engine knows.
-    storage, frozen, trained, largest = zeros.copy(), zeros.copy(), zeros.copy(), zeros.copy()
+    storage, trained, largest = zeros.copy(), zeros.copy(), zeros.copy()
     elements: dict[torch.dtype, int] = {}
     whole: dict[str, int] = {}
     shared: dict[int, int] = {}
@@ -140,8 +140,6 @@ def parameter_bytes(
             elements[parameter.dtype] = elements.get(parameter.dtype, 0) + whole[name]
             sharers = parallelism.owners(name, 0)[1]
             shared[sharers] = shared.get(sharers, 0) + whole[name] * parameter.dtype.itemsize
-        else:
-            frozen += nbytes
     if placed.pinned and rounds_up():  # in one piece, see ``Arena``; elsewhere it is whole pages
         homes[HOST] = pinned_by_torch(homes[HOST])
     # What a gathering takes: the largest parameter, and the largest module with its own parameters.
@@ -153,12 +151,10 @@ def parameter_bytes(
         owner = name.rpartition(".")[0]
         modules[owner] = modules.get(owner, 0) + size
     return ParameterBytes(
-        ranks=tuple(ranks),
         trained=trained,
         device=homes[DEVICE],
         host=homes[HOST],
         storage=storage,
-        frozen=frozen,
         largest=largest,
         buffers=sum(b.numel() * b.dtype.itemsize for b in model.buffers()),
         dtype=max(elements, key=lambda d: elements[d]) if elements else torch.float32,

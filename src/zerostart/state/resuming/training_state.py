@@ -60,12 +60,6 @@ class Content:
     #: Where the model was loaded from, empty for one that zerostart has not loaded.
     root: str
 
-    @property
-    def outgoing(self) -> Iterator[Outgoing]:
-        """All shares of this rank."""
-        yield from self.model[1]
-        yield from self.state[1]
-
 
 def collected(
     model: nn.Module,

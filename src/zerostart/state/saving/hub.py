@@ -5,7 +5,6 @@ from __future__ import annotations
 import glob
 import os
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,14 +26,13 @@ def push(
     path: str | os.PathLike[str],
     repo_id: str,
     root: str,
-    facts: Mapping[str, object],
     world: World,
     private: bool | None = None,
 ) -> str:
     """Upload what saves have written into ``path`` to the hub, and return its address; collective.
 
     Other files in ``path`` stay here. Rank 0 uploads, and writes a card first unless there is one: from what
-    was trained (``root``, the directory or snapshot that it was loaded from) and ``facts`` by name. Raises
+    was trained (``root``, the directory or snapshot that it was loaded from). Raises
     WriteError on every rank if the hub refuses; the directory stays as it is.
     """
 
@@ -43,7 +41,7 @@ def push(
 
         card = Path(path) / CARD
         if not card.exists():
-            model_card(Path(path), root, facts).save(card)
+            model_card(Path(path), root).save(card)
         patterns = saved_files(Path(path))
         try:
             made = made_repository(repo_id, private)
@@ -92,8 +90,8 @@ def _reason(error: Exception) -> str:
     return " ".join(str(error).split()).rstrip(".") or type(error).__name__
 
 
-def model_card(path: Path, root: str, facts: Mapping[str, object]) -> ModelCard:
-    """Return the card of the model in ``path``, trained from ``root``, with a table of ``facts``."""
+def model_card(path: Path, root: str) -> ModelCard:
+    """Return the card of the model in ``path``, trained from ``root``."""
     import importlib.metadata
 
     from huggingface_hub import ModelCard, ModelCardData
@@ -115,8 +113,6 @@ def model_card(path: Path, root: str, facts: Mapping[str, object]) -> ModelCard:
         tags=["zerostart"],
     )
     lines = ["# " + path.resolve().name, "", _origin(base, source["commit"] if source else "", root)]
-    if facts:
-        lines += ["", "| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in facts.items())]
     version = importlib.metadata.version("zerostart")
     lines += ["", f"Saved with zerostart {version}.", ""]
     return ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n".join(lines))

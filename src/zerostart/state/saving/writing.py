@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 import uuid
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -63,11 +62,10 @@ class Outgoing:
 
 @dataclass(frozen=True)
 class Written:
-    """The result of ``write_tensors``: the bytes of this rank, the seconds, and a digest of each tensor."""
+    """The result of ``write_tensors``: the bytes of this rank, and a digest of each tensor."""
 
     layout: SaveLayout
     bytes: int
-    seconds: float
     digests: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -104,7 +102,6 @@ def write_tensors(
     None: 40 MiB, and 64 for a store. The other arguments are those of ``plan_shards``. Raises WriteError,
     ConfigError and, if an element is on no rank or counted by two, CheckpointError; then no file is left.
     """
-    begun = time.perf_counter()
     output: FileOutput | StoreOutput | None = None
     try:
         # All ranks leave this together: nobody still writes when the files are removed.
@@ -129,7 +126,7 @@ def write_tensors(
         if output is not None:
             output.discard()
         raise
-    return Written(layout, plan.nbytes, time.perf_counter() - begun, known)
+    return Written(layout, plan.nbytes, known)
 
 
 def share(shard: Shard) -> tuple[Layout, tuple[int, int], int]:
@@ -150,7 +147,7 @@ def planned(
             storage = item.shard.storage.detach()
             if part is not None and part.boxes:
                 direct = storage.device.type == "cpu" and item.change is None
-                origin = Origin(item.recipe.target.name, storage.dtype, direct)
+                origin = Origin(storage.dtype, direct)
                 storages.append(Source(storage, item.change))
                 yield item.recipe, part, origin
 

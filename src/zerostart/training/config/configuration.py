@@ -75,8 +75,6 @@ class ModelConfig(Section):
     """false: initialise parameters that the checkpoint lacks, such as a new head."""
     fp32_masters: bool = True
     """false: start mixed precision from weights that were rounded to 16 bits first."""
-    trust_remote_code: bool = False
-    """true: run the code of a model or a tokenizer that lies beside its files. Nobody is asked."""
 
 
 class EngineConfig(Section):

@@ -49,9 +49,8 @@ class Family(ABC):
     #: Whether texts of different lengths may be in one batch, padded and masked.
     masked: ClassVar[bool] = False
 
-    def __init__(self, config: Mapping[str, Any], index: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, config: Mapping[str, Any]) -> None:
         self.config = config
-        self.index = index or {}
 
     @property
     def hidden_size(self) -> int | None:

@@ -198,7 +198,7 @@ class FlowMatching(Task):
         if self.config.output.pipeline and where.root is None:
             raise ConfigError(f"output.pipeline: {where.directory} is one model, and not a pipeline")
         family = family_of(where.config["_class_name"], self.settings.family)
-        self.family = family(where.config, where.index)
+        self.family = family(where.config)
         self.times = Times(self.settings, self.family, self.settings.boundaries or where.boundaries)
 
     @property

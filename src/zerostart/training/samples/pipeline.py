@@ -72,7 +72,7 @@ class Drawing:
         config = read_json(models[component].path / "config.json", "model configuration")
         family = known_family(config.get("_class_name"))
         # No family, as a task of its own may have: the pipeline gets its autoencoder alone.
-        self._stand_ins = {} if family is None else family(config, self._index).stand_ins()
+        self._stand_ins = {} if family is None else family(config).stand_ins()
         decoders = ("vae",) if family is None else family.decoders
         self.texts, negatives = sample_texts(settings)
         self._check(decoders, models)

@@ -151,11 +151,6 @@ class Plan:
         for shared in self.shared:
             yield from shared.reads
 
-    @property
-    def staged(self) -> bool:
-        """Whether any read needs a staging buffer."""
-        return any(not read.direct for read in self.all_reads())
-
 
 Numbers = npt.NDArray[np.int64]
 

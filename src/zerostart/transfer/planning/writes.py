@@ -31,7 +31,6 @@ GRAIN = 1 << 20
 class Origin:
     """Local storage that a save writes out."""
 
-    name: str
     dtype: torch.dtype
     #: Whether it is host memory, which can be written from, and not behind a staging buffer.
     direct: bool
@@ -102,8 +101,6 @@ class Write:
 class WritePlan:
     """Everything that one rank writes, out of which storages, into which files."""
 
-    layout: SaveLayout
-    origins: tuple[Origin, ...]
     writes: tuple[Write, ...]
     chunk_size: int
 
@@ -111,11 +108,6 @@ class WritePlan:
     def nbytes(self) -> int:
         """Bytes that the rank writes."""
         return sum(write.nbytes for write in self.writes)
-
-    @property
-    def staged(self) -> bool:
-        """Whether any write needs a staging buffer."""
-        return any(not write.direct for write in self.writes)
 
 
 def plan_writes(
@@ -155,7 +147,7 @@ def plan_writes(
     # In the order of the files, so that each is written from its beginning to its end.
     places = layout.tensors
     writes.sort(key=lambda w: (places[w.name].file, places[w.name].offset, w.first))
-    return WritePlan(layout, tuple(origins), tuple(writes), chunk_size)
+    return WritePlan(tuple(writes), chunk_size)
 
 
 def own_part(layout: Layout, held: tuple[int, int], nbytes: int, turn: int) -> Layout | None:

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("zerostart")
 _ACCELERATOR = "accelerate.accelerator:Accelerator"
-_PLUGIN = "accelerate.utils.dataclasses:FullyShardedDataParallelPlugin"
 _ACCELERATOR_STATE = "accelerate.state:AcceleratorState"
 _PREPARE_FSDP2 = Use(
     "accelerate.accelerator",

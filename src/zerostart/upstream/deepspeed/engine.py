@@ -148,17 +148,6 @@ def window(engine: DeepSpeedEngine) -> dict[str, Any]:
     }
 
 
-def check_window(engine: DeepSpeedEngine, found: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a window of another number of batches than this engine puts into one."""
-    before, now = found.get("accumulation"), engine.gradient_accumulation_steps()
-    if before not in (None, now):
-        raise ConfigError(
-            "the state was saved in the middle of gradient accumulation with "
-            f"gradient_accumulation_steps={before}, but the engine has {now}: resume with "
-            f"{before}, or save after an optimizer step"
-        )
-
-
 def set_window(engine: DeepSpeedEngine, saved: Mapping[str, Any]) -> None:
     """Put back what ``window`` gave."""
     wrapper = optimizer_of_engine(engine)

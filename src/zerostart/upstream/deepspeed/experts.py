@@ -17,7 +17,6 @@ from zerostart.upstream.patches import RefCountedPatches
 if TYPE_CHECKING:
     from types import ModuleType
 
-_INIT = "deepspeed.runtime.zero.partition_parameters:Init"
 _OPTIMIZER = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
 _STAGE3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
 _GROUPS = Use(

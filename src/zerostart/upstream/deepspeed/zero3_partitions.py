@@ -40,7 +40,6 @@ _HIERARCHICAL = Use(
     "_create_zero_param_parallel_group, _get_zero_param_intra_parallel_group",
     "the groups of hierarchical partitions",
 )
-_REGISTERING = "deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload"
 _LEAVES = Use(
     "deepspeed.utils.z3_leaf_module",
     "set_z3_leaf_module, z3_leaf_module",
