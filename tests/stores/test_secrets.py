@@ -106,7 +106,7 @@ def test_a_hub_that_repeats_the_request(address: str, monkeypatch: pytest.Monkey
     monkeypatch.setenv("HF_TOKEN", "hf_HUBCANARY" + "x" * 25)
     for call in (
         lambda: download("some/model"),
-        lambda: push(tmp_path, "some/model", "", {}, current_world()),
+        lambda: push(tmp_path, "some/model", "", current_world()),
     ):
         with pytest.raises(ZerostartError) as refused:
             call()
