@@ -158,32 +158,12 @@ def load(
         >>> model(torch.ones(1, 3)).tolist()
         [[3.0, 3.0]]
     """
+    arguments = locals()
     from zerostart.integrations.later_calls import serve
     from zerostart.loading.request import Request
     from zerostart.loading.run import run
 
-    return run(
-        Request(
-            source,
-            model=model,
-            engine=engine,
-            zero_stage=zero_stage,
-            engine_config=engine_config,
-            expert_parallel=expert_parallel,
-            tensor_parallel=tensor_parallel,
-            sequence_parallel=sequence_parallel,
-            dtype=dtype,
-            converter=converter,
-            memory_limit=memory_limit,
-            chunk_size=chunk_size,
-            strict=strict,
-            progress=progress,
-            fp32_masters=fp32_masters,
-            exchange=exchange,
-            trust_remote_code=trust_remote_code,
-        ),
-        serve,
-    )
+    return run(Request(**arguments), serve)
 
 
 def plan(
@@ -212,10 +192,10 @@ def plan(
 ) -> WorldPlan:
     """Forecast what every rank of ``world_size`` would read and hold; reads headers, needs no process group.
 
-    The arguments that are not told of here are those of ``load``; an ``engine_config`` that keeps shards on
-    the host or on NVMe, makes replicas, or shards along another dimension is followed. Where bytes could be
-    read once and exchanged, eight ranks are taken to be on one machine. ``rank`` plans that one alone, which
-    is quicker. See ``docs/forecast.md`` for what is counted.
+    All other arguments are those of ``load``. An ``engine_config`` that keeps shards on the host or on NVMe,
+    makes replicas, or shards along another dimension is followed. Each rank reads its own bytes in a
+    forecast: replicas that exchange what they read need fewer. ``rank`` plans only that rank, which is
+    quicker. See ``docs/forecast.md`` for what is counted.
 
     Args:
         device_memory: bytes of one accelerator; given, ranks compute on accelerators wherever the plan is
@@ -242,27 +222,13 @@ def plan(
         >>> [rank.read_bytes for rank in made.ranks]
         [3000, 3000, 3000, 3000]
     """
+    arguments = locals()
     from zerostart.loading.forecast.job import Machine, forecast
     from zerostart.loading.request import Request
 
-    request = Request(
-        source,
-        model=model,
-        engine=engine,
-        zero_stage=zero_stage,
-        engine_config=engine_config,
-        expert_parallel=expert_parallel,
-        tensor_parallel=tensor_parallel,
-        sequence_parallel=sequence_parallel,
-        dtype=dtype,
-        converter=converter,
-        memory_limit=memory_limit,
-        chunk_size=chunk_size,
-        exchange=exchange,
-        trust_remote_code=trust_remote_code,
-    )
-    machine = Machine(device_memory, host_memory, storage_rate, interconnect_rate, optimizer)
-    return forecast(request, world_size, rank, machine)
+    del arguments["world_size"], arguments["rank"]
+    machine = Machine(**{field: arguments.pop(field) for field in Machine.__dataclass_fields__})
+    return forecast(Request(**arguments), world_size, rank, machine)
 
 
 def report(model: nn.Module) -> Report:
@@ -373,23 +339,11 @@ def enabled(
         >>> zerostart.report(model).engine
         'fsdp2'
     """
+    arguments = locals()
     from zerostart.loading.request import Request
     from zerostart.refit.trl import adoption
 
-    return adoption.enabled(
-        Request(
-            engine=engine,
-            zero_stage=zero_stage,
-            engine_config=engine_config,
-            expert_parallel=expert_parallel,
-            tensor_parallel=tensor_parallel,
-            sequence_parallel=sequence_parallel,
-            memory_limit=memory_limit,
-            chunk_size=chunk_size,
-            progress=progress,
-            fp32_masters=fp32_masters,
-        )
-    )
+    return adoption.enabled(Request(**arguments))
 
 
 def enable(
@@ -411,11 +365,11 @@ def enable(
         >>> zerostart.enable(engine="deepspeed", zero_stage=2)
         >>> zerostart.disable()
     """
-    settings = locals()
+    arguments = locals()
     from zerostart.loading.request import Request
     from zerostart.refit.trl import adoption
 
-    adoption.enable(Request(**settings))
+    adoption.enable(Request(**arguments))
 
 
 def disable() -> None:

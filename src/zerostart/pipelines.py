@@ -75,24 +75,11 @@ def load_pipeline(
         >>> type(pipe).__name__
         'DDPMPipeline'
     """
+    arguments = locals()
     from zerostart.integrations.diffusers import PipelineRequest
     from zerostart.integrations.diffusers import load_pipeline as load_whole
 
-    request = PipelineRequest(
-        source=source,
-        placement=placement,
-        engine=engine,
-        zero_stage=zero_stage,
-        device_memory_limit=device_memory_limit,
-        engine_config=engine_config,
-        dtype=dtype,
-        trainable=trainable,
-        memory_limit=memory_limit,
-        progress=progress,
-        parallel_config=parallel_config,
-        without=without,
-    )
-    made: DiffusionPipeline = load_whole(request)
+    made: DiffusionPipeline = load_whole(PipelineRequest(**arguments))
     return made
 
 

@@ -94,19 +94,6 @@ def test_replicated_buffers(engine: str, world: int, limit: int | None, plain: P
     for report in reports:
         assert report.read_bytes == report.planned_bytes
         assert ("from other ranks" in str(report)) is (report.exchanged_bytes > 0)
-    if limit is None:
-        plan_foresees(reports, plain, engine)
-
-
-def plan_foresees(reports: list[Any], path: Path, engine: str) -> None:
-    world = len(reports)
-    foreseen = zerostart.plan(path, world_size=world, engine=engine, model=Plain, exchange=True)
-    assert [rank.read_bytes for rank in foreseen.ranks] == [report.read_bytes for report in reports]
-    if world == 1:
-        assert (foreseen.sharing, foreseen.exchanged_bytes) == (None, ())
-        return
-    assert foreseen.exchanged_bytes == tuple(report.exchanged_bytes for report in reports)
-    assert foreseen.sharing == "each byte read once and exchanged as asked"
 
 
 @pytest.mark.slow
@@ -126,8 +113,6 @@ def test_replicas_of_shards(exchange: bool, checkpoints: TinyCheckpoints) -> Non
     )
     assert read == pytest.approx(stored * (1 if exchange else 2), rel=0.02)
     assert received == pytest.approx(stored if exchange else 0, rel=0.02)
-    foreseen = zerostart.plan(path, 4, engine="fsdp2", engine_config={"replicate": 2}, exchange=exchange)
-    assert [rank.read_bytes for rank in foreseen.ranks] == [report.read_bytes for _, report in outcomes]
 
 
 # Errors: on all ranks, the same, and soon.

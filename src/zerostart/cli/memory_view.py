@@ -80,8 +80,6 @@ def _lines(made: WorldPlan) -> Iterable[str]:
     rates = ", ".join(f"{name} {decimal(int(rate))}/s" for name, rate in made.rates.items() if rate)
     if rates:
         yield f"Times at {rates}; storage is what one machine gets"
-    if made.sharing is not None:
-        yield f"Reading: {made.sharing}"
     if made.exchanged_bytes:
         yield f"All ranks together get {decimal(sum(made.exchanged_bytes))} from others"
     if made.tier is not None:

@@ -27,9 +27,9 @@ from zerostart.distributed.world import World
 from zerostart.errors import ConfigError, ReadError
 
 
-def open_source(source: object, world: World, model: object = None) -> Catalog:
+def open_source(source: object, world: World) -> Catalog:
     """``source_or_none``, where there must be a source. Raises ConfigError on every rank if there is none."""
-    catalog = source_or_none(source, world, model)
+    catalog = source_or_none(source, world)
     if catalog is None:
         raise ConfigError("source is None on every rank; pass a path, a hub id or a mapping of tensors")
     return catalog

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
-from torch import nn
 
-from zerostart.checkpoint.catalog import Catalog
 from zerostart.distributed.world import World, default_device
-from zerostart.engines import RANKS_OF_A_MACHINE, Engine
+from zerostart.engines import RANKS_OF_A_MACHINE
 from zerostart.engines.forecast import Target
 from zerostart.live.report import Clock
 from zerostart.loading.forecast.memory import moments_of, optimizer_of, parameter_bytes, peaks
-from zerostart.loading.forecast.reading import Foreseen, counts_of, owned_by, rates_of, timed
+from zerostart.loading.forecast.reading import counts_of, owned_by, rates_of, timed
 from zerostart.loading.forecast.result import Fit, Limits, Memory, RankForecast, WorldPlan
 from zerostart.loading.preparation import prepare, undisturbed
 from zerostart.loading.request import Request
-from zerostart.models import Origins
-from zerostart.recipe import Coverage, Recipes
-from zerostart.transfer import Tuning
 from zerostart.transfer.planning import Count
 from zerostart.transfer.tuning import Rates
 
@@ -37,45 +32,36 @@ class Machine:
     optimizer: str | None = None
 
 
-@dataclass(frozen=True)
-class Subject:
-    """What is loaded: all that is known of it before anything is sharded."""
-
-    catalog: Catalog
-    model: nn.Module
-    recipes: Recipes
-    coverage: Coverage
-    origins: Origins
+def forecast(request: Request, world_size: int, rank: int | None, machine: Machine) -> WorldPlan:
+    """Plan every rank, or only ``rank``, without a process group; see ``zerostart.plan``."""
+    with undisturbed():
+        return _forecast(request, world_size, rank, machine)
 
 
-def foresee(
-    subject: Subject,
-    engine: Engine,
-    ranks: Sequence[int],
-    tuning: Tuning,
-    asked: Machine,
-    exchange: bool | None,
-) -> WorldPlan:
-    """The plan of ``ranks``; ``exchange``: whether bytes that several want must be read once.
-
-    Raises ConfigError for arguments out of range, or an exchange that does not fit into the memory limit.
-    """
-    # All that may be refused first, from the arguments alone.
-    limits = Limits.of(asked.device_memory, asked.host_memory, engine.mesh.world_size)
-    rates = rates_of(tuning.rates, asked.storage_rate, asked.interconnect_rate)
-    optimizer = optimizer_of(asked.optimizer, engine.configured_optimizer)
-    target = Target(limits.accelerator, engine.mesh.world_size)
-    model, parallelism = subject.model, engine.parallelism(subject.model)
-    placed = engine.placements(model, parallelism)
-    # Ranks that hold alike are counted once, by the first of them.
-    twins = {rank: placed.twin(rank) for rank in ranks}
+def _forecast(request: Request, world_size: int, rank: int | None, machine: Machine) -> WorldPlan:
+    clock = Clock()
+    request = request.with_engine()
+    engine = request.resolve(world_size, rank)
+    # A world of one waits for nobody. Not strict, since missing tensors are part of the answer.
+    known = prepare(request, engine, World(0, 1, None), clock, strict=False)
+    # As many ranks share a machine's memory and cores there, whatever this machine has.
+    local = min(world_size, RANKS_OF_A_MACHINE)
+    catalog, model, recipes = known.catalog, known.built.model, known.recipes
+    tuning = request.tuning(engine, catalog, default_device(), bool(recipes.computed), local)
+    # Check the arguments before the work.
+    limits = Limits.of(machine.device_memory, machine.host_memory, world_size)
+    rates = rates_of(tuning.rates, machine.storage_rate, machine.interconnect_rate)
+    optimizer = optimizer_of(machine.optimizer, engine.configured_optimizer)
+    target = Target(limits.accelerator, world_size)
+    placed = engine.placements(model, known.parallelism)
+    # Ranks that hold the same amounts are counted once, by the first of them.
+    twins = {one: placed.twin(one) for one in (range(world_size) if rank is None else [rank])}
     shown = sorted(set(twins.values()))
     owned = owned_by(model, placed, shown)
-    shares = parameter_bytes(
-        model, placed, parallelism, shown, {name: own.numels for name, own in owned.items()}
-    )
+    numels = {name: own.numels for name, own in owned.items()}
+    shares = parameter_bytes(model, placed, known.parallelism, shown, numels)
     # One entry for each of ``shown``, as in all arrays that follow.
-    counts = counts_of(subject.catalog, subject.origins, placed, owned, shown, tuning, not target.accelerator)
+    counts = counts_of(catalog, known.origins, placed, owned, shown, tuning, not target.accelerator)
     staged = [(tuning.ring_bytes if count.staged else 0) + count.scratch for count in counts]
     moments = moments_of(model, engine, placed, shares, np.array(staged, np.int64), optimizer, target)
     memory = dict(zip(shown, peaks(moments, len(shown), target), strict=True))
@@ -83,34 +69,28 @@ def foresee(
     resident = (shares.device if placed.held is None else placed.held) + shares.buffers + 0 * shares.trained
     on_device = dict(zip(shown, resident.tolist(), strict=True))
     read = dict(zip(shown, counts, strict=True))
-    catalog, recipes = subject.catalog, subject.recipes
-    forecasts = [_of_rank(rank, read[twin], on_device[twin], memory[twin]) for rank, twin in twins.items()]
-    made = WorldPlan(
+    ranks = [_of_rank(one, read[twin], on_device[twin], memory[twin]) for one, twin in twins.items()]
+    stored = catalog.storage.nbytes if catalog.storage.cached else math.inf
+    return WorldPlan(
         engine=engine.name,
-        world_size=engine.mesh.world_size,
-        ranks=tuple(forecasts),
+        world_size=world_size,
+        ranks=timed(ranks, world_size, placed.gathered, stored, rates),
         checkpoint_bytes=catalog.nbytes,
         parameters=sum(entry.numel for entry in catalog.weights.values()),
         largest_tensor_bytes=max((entry.nbytes for entry in catalog.weights.values()), default=0),
-        planning_seconds=0.0,
-        missing=subject.coverage.missing,
-        unexpected=subject.coverage.unexpected,
+        planning_seconds=clock.stop()["total"],
+        missing=known.coverage.missing,
+        unexpected=known.coverage.unexpected,
         computed=recipes.computed,
         computed_whole=recipes.computed_whole,
-    )
-    # Own slices first; whether bytes are read once instead changes reads and staging of what is made so far.
-    foreseen = Foreseen(catalog, subject.origins, placed, tuning, not target.accelerator)
-    made = foreseen.exchanged(made, exchange, owned, shown)
-    stored = catalog.storage.nbytes if catalog.storage.cached else math.inf
-    return replace(
-        made,
-        ranks=timed(made, stored, rates),
-        zero_stage=engine.zero_stage,
+        exchanged_bytes=(placed.gathered,) * len(ranks) if placed.gathered else (),
         tier=placed.residence,
+        zero_stage=engine.zero_stage,
+        engine_reason=request.engine_reason,
         optimizer=optimizer.name,
         accelerator=limits.accelerator,
         rates=_shown(rates),
-        fits=fits_of([rank.memory for rank in made.ranks], limits, made.world_size),
+        fits=fits_of([one.memory for one in ranks], limits, world_size),
     )
 
 
@@ -130,29 +110,6 @@ def _shown(rates: Rates) -> dict[str, float | None]:
     """Return the rates as plain data; None is no limit."""
     named = {"storage": rates.link, "copy": rates.copy, "interconnect": rates.interconnect}
     return {name: None if math.isinf(rate) else rate for name, rate in named.items()}
-
-
-def forecast(
-    request: Request, world_size: int, rank: int | None = None, asked: Machine | None = None
-) -> WorldPlan:
-    """The plan of every rank, or of one, without a process group; see ``zerostart.plan``."""
-    with undisturbed():
-        return _forecast(request, world_size, rank, asked or Machine())
-
-
-def _forecast(request: Request, world_size: int, rank: int | None, asked: Machine) -> WorldPlan:
-    clock = Clock()
-    request = request.with_engine()
-    engine = request.resolve(world_size, rank)
-    # A world of one: nothing here waits for anybody. Not strict, since what is missing is part of the answer.
-    known = prepare(request, engine, World(0, 1, None), clock, strict=False)
-    # As many ranks share a machine's memory and cores there, whatever this one has.
-    here = min(world_size, RANKS_OF_A_MACHINE)
-    tuning = request.tuning(engine, known.catalog, default_device(), bool(known.recipes.computed), here)
-    subject = Subject(known.catalog, known.built.model, known.recipes, known.coverage, known.origins)
-    of = range(world_size) if rank is None else [rank]
-    made = foresee(subject, engine, of, tuning, asked, request.exchange_of_reads(engine))
-    return replace(made, planning_seconds=clock.stop()["total"], engine_reason=request.engine_reason)
 
 
 def fits_of(memory: Sequence[Mapping[str, Memory]], limits: Limits, world_size: int) -> tuple[Fit, ...]:

@@ -107,8 +107,6 @@ def _bars(where: str, phases: Mapping[str, Mapping[str, int]], limit: int | None
 def _reads(made: WorldPlan) -> Iterator[str]:
     read, seconds = sum(rank.read_bytes for rank in made.ranks), made.read_seconds
     yield f"<h2>Reads</h2><p>{decimal(read)} by all ranks; the slowest reads for {seconds:.3g} s</p>"
-    if made.sharing is not None:
-        yield f"<p>{_text(made.sharing)}</p>"
     yield _table(("rank", "reads", "operations", "time"), [_row(rank) for rank in made.ranks[:MAX_ROWS]])
 
 

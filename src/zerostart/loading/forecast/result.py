@@ -71,13 +71,12 @@ class RankForecast:
 class WorldPlan:
     """The plans of all ranks, summed up.
 
-    ``sharing`` says in words whether replicas read for each other, if there are any; ``exchanged_bytes``
-    are those that each of ``ranks`` gets from others, empty where all read their own. ``tier`` says where
-    parameters that are whole on every rank would lie on machines like this one. ``rates`` are bytes a
-    second of ``storage`` (to one machine), of ``copy`` (out of its page cache) and of one rank's
-    ``interconnect``; None for what does not limit. ``optimizer`` is the one whose states are counted,
-    and ``engine_reason`` says in a few words why it is this engine.
-    ``accelerator``: whether the device has memory of its own; else device memory is host memory.
+    ``exchanged_bytes`` are those that each of ``ranks`` gets from others, empty where all read their own.
+    Where replicas exchange what they read, a load reads less. ``tier`` says where parameters that are whole
+    on every rank would be on machines like this one. ``rates`` are bytes a second of ``storage`` (to one
+    machine), of ``copy`` (out of its page cache) and of one rank's ``interconnect``; None for no limit.
+    ``optimizer`` is the one whose states are counted, and ``engine_reason`` the reason for the engine.
+    ``accelerator``: the device has memory of its own; otherwise device memory is host memory.
     ``fits`` compares the highest peaks with the memory that there is.
     """
 
@@ -92,7 +91,6 @@ class WorldPlan:
     unexpected: tuple[str, ...] = ()
     computed: tuple[str, ...] = ()
     computed_whole: tuple[str, ...] = ()
-    sharing: str | None = None
     exchanged_bytes: tuple[int, ...] = ()
     tier: Residence | None = None
     zero_stage: int = 3
