@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed.tensor import Shard
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor import Replicate, Shard
 
 import zerostart
 from tests.ranks import run_ranks
@@ -20,6 +21,11 @@ def beyond(parameter: Any) -> Shard:
     return Shard(7)
 
 
+def uneven(parameter: Any) -> Shard | None:
+    return Shard(1) if parameter.dim() == 2 else None
+
+
+NVME = {"device": "nvme", "nvme_path": "."}
 Case = tuple[str, dict[str, Any], str]
 #: On 2 ranks.
 MESHES: list[Case] = [
@@ -135,27 +141,31 @@ MESHES: list[Case] = [
 ]
 #: On 3 ranks.
 SETTINGS: list[Case] = [
-    (
-        "fsdp2",
-        {"engine_config": {"shard_placement_fn": 3}},
-        "engine_config['shard_placement_fn'] is not callable",
+    *(
+        ("fsdp2", {"engine_config": config}, text)
+        for config, text in (
+            ({"shard_placement_fn": 3}, "engine_config['shard_placement_fn'] is not callable"),
+            ({"shard_placement_fn": lambda p: Replicate()}, "returned a Replicate"),
+            ({"shard_placement_fn": uneven}, "evenly along dimensions other than 0"),
+            ({"wrap": "Qwen3DecoderLayer"}, "engine_config['wrap']='Qwen3DecoderLayer' is not a list"),
+            ({"wrap": ["model.layer.*"]}, "'model.layer.*', but no module"),
+            ({"replicate": 0}, "engine_config['replicate']=0 must be a number of replicas"),
+            ({"replicat": 2}, "has the unknown key 'replicat'; did you mean 'replicate'?"),
+            ({"mp_policy": "bf16"}, "engine_config['mp_policy'] is a str"),
+            ({"offload_policy": CPUOffloadPolicy()}, "CPUOffloadPolicy(pin_memory=False)"),
+            ({"reshard_after_forward": 2}, "divisor of the 3 ranks"),
+        )
     ),
-    (
-        "fsdp2",
-        {"engine_config": {"wrap": "Qwen3DecoderLayer"}},
-        "engine_config['wrap']='Qwen3DecoderLayer' is not a list",
+    *(
+        ("deepspeed", {"engine_config": zero(**settings)}, text)
+        for settings, text in (
+            ({"stage": 2}, "asks for ZeRO stage 2, but the load for stage 3"),
+            ({"zero_hpz_partition_size": 2}, "zero_hpz_partition_size=2 does not divide the 3 ranks"),
+            ({"zero_hpz_partition_size": 3, "offload_param": NVME}, "secondary partitions"),
+            ({"offload_param": {"device": "tape"}}, "'tape' is unknown"),
+            ({"offload_param": {"device": "nvme"}}, "needs nvme_path"),
+        )
     ),
-    (
-        "fsdp2",
-        {"engine_config": {"replicate": 0}},
-        "engine_config['replicate']=0 must be a number of replicas",
-    ),
-    (
-        "fsdp2",
-        {"engine_config": {"replicat": 2}},
-        "has the unknown key 'replicat'; did you mean 'replicate'?",
-    ),
-    ("fsdp2", {"engine_config": {"mp_policy": "bf16"}}, "engine_config['mp_policy'] is a str"),
     (
         "fsdp2",
         {"tensor_parallel": 3, "engine_config": {"tp_plan": {"lm_head": "column"}}},
@@ -174,20 +184,29 @@ SETTINGS: list[Case] = [
 ]
 
 
-@pytest.mark.parametrize(("engine", "options", "text"), MESHES)
-def test_a_plan_refuses_a_mesh(
-    engine: str, options: dict[str, Any], text: str, checkpoints: TinyCheckpoints
+@pytest.mark.parametrize(
+    ("world_size", "engine", "options", "text"), [*((2, *c) for c in MESHES), *((3, *c) for c in SETTINGS)]
+)
+def test_a_plan_refuses_a_mesh_or_a_setting(
+    world_size: int, engine: str, options: dict[str, Any], text: str, checkpoints: TinyCheckpoints
 ) -> None:
     with pytest.raises(zerostart.ZerostartError, match=re.escape(text)):
-        zerostart.plan(checkpoints("qwen3_moe"), world_size=2, engine=engine, **options)
+        zerostart.plan(checkpoints("qwen3_moe"), world_size=world_size, engine=engine, **options)
 
 
-@pytest.mark.parametrize(("engine", "options", "text"), SETTINGS)
-def test_a_plan_refuses_a_setting(
-    engine: str, options: dict[str, Any], text: str, checkpoints: TinyCheckpoints
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"mics_shard_size": 2}, "MiCS"),
+        ({"zero_quantized_weights": True}, "quantising kernels"),
+        ({"zero_quantized_nontrainable_weights": True}, "quantising kernels"),
+    ],
+)
+def test_a_load_refuses_what_this_machine_cannot_do(
+    settings: dict[str, Any], text: str, checkpoints: TinyCheckpoints
 ) -> None:
-    with pytest.raises(zerostart.ZerostartError, match=re.escape(text)):
-        zerostart.plan(checkpoints("qwen3_moe"), world_size=3, engine=engine, **options)
+    with pytest.raises(zerostart.ZerostartError, match=text):
+        zerostart.load(checkpoints("qwen3_moe"), engine_config=zero(**settings), progress=False)
 
 
 @pytest.mark.slow

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 
 import zerostart
 from tests.identity.snapshots import Snapshot, pretrained, same_bits
-from tests.ranks import rank_outcomes, run_ranks
+from tests.ranks import run_ranks
 from tests.tiny import TINY, TinyCheckpoints
 
 KIND = "qwen3_moe_aligned"
@@ -166,38 +166,3 @@ def two_steps(model: nn.Module) -> list[float]:
         optimizer.step()
         optimizer.zero_grad()
     return numbers
-
-
-REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
-    "unknown-key": (lambda: {"reshard_after_foward": True}, "did you mean 'reshard_after_forward'"),
-    "kind": (lambda: {"mp_policy": "bf16"}, "must be a MixedPrecisionPolicy"),
-    "replicas": (lambda: {"replicate": 2}, "does not divide the 3 ranks"),
-    "mesh-and-replicas": (lambda: {"mesh": init_device_mesh("cpu", (3,)), "replicate": 3}, "both mesh and"),
-    "mesh-without-names": (lambda: {"mesh": init_device_mesh("cpu", (1, 3))}, "mesh_dim_names"),
-    "wrap": (lambda: {"wrap": ["Qwen3MoeDecoderLayer", "model.layer.*"]}, "'model.layer.*', but no module"),
-    "uneven": (lambda: {"shard_placement_fn": widest}, "evenly along dimensions other than 0"),
-    "placement": (lambda: {"shard_placement_fn": lambda p: Replicate()}, "returned a Replicate"),
-    "dimension": (lambda: {"shard_placement_fn": lambda p: Shard(5)}, "dimensions"),
-    "pinned": (lambda: {"offload_policy": CPUOffloadPolicy()}, "CPUOffloadPolicy(pin_memory=False)"),
-    "resharding": (lambda: {"reshard_after_forward": 2}, "divisor of the 3 ranks"),
-}
-
-
-@pytest.mark.slow
-def test_what_cannot_be_served_is_refused_on_every_rank(path: Path) -> None:
-    for outcome in rank_outcomes(load_refused, 3, path):
-        assert outcome.ok, outcome.describe()
-        for name, (_, said) in REFUSED.items():
-            assert said in outcome.value[name], (name, outcome.value[name])
-
-
-def load_refused(path: Path) -> dict[str, str]:
-    found = {}
-    for name, (config, _) in REFUSED.items():
-        try:
-            zerostart.load(path, engine="fsdp2", engine_config=config(), progress=False)
-        except zerostart.ZerostartError as error:
-            found[name] = str(error)
-        else:
-            found[name] = "loaded"
-    return found

@@ -86,8 +86,7 @@ def apart(weights: dict[str, torch.Tensor], case: str) -> tuple[dict[str, torch.
         "suffixes": {"name_suffixes": ["xture"]},
     }
     config = configured(**({"leaf_module": sections[case]} if case in sections else {}))
-    given = weights if dist.get_rank() == 0 else None
-    model = zerostart.load(given, Model, engine_config=config, progress=False)
+    model = zerostart.load(weights, Model, engine_config=config, progress=False)
     leaves = [name for name, module in model.named_modules() if getattr(module, "_z3_leaf", False)]
     assert leaves == ([] if case in sections else ["mixture"])
     engine, *_ = deepspeed.initialize(model=model, optimizer=stepped(model), config=config)

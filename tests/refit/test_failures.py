@@ -74,8 +74,7 @@ def _start(*arguments: Any) -> Any:
 
 def _model() -> nn.Module:
     weights = {"weight": torch.ones(SIZE), "bias": torch.zeros(SIZE[0])}
-    source = weights if torch.distributed.get_rank() == 0 else None
-    return zerostart.load(source, lambda: nn.Linear(SIZE[1], SIZE[0]), engine="fsdp2", progress=False)
+    return zerostart.load(weights, lambda: nn.Linear(SIZE[1], SIZE[0]), engine="fsdp2", progress=False)
 
 
 def _set(model: nn.Module, value: float) -> None:

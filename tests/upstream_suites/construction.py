@@ -117,13 +117,15 @@ def born_again(given: dict[str, Any], config: Mapping[str, Any]) -> dict[str, to
     if given.get("model_parameters") is not None:
         given["model_parameters"] = list(given["model_parameters"])
     state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    for tensor in state.values():  # DeepSpeed gives all ranks the values of rank 0
+        dist.broadcast(tensor, 0)
     training = {module: module.training for module in model.modules()}
     before = dict(model.named_parameters())
     _to_meta(model)
     # Without an mpu DeepSpeed shares no sequences, whatever the section says.
     config = {key: value for key, value in config.items() if key != "sequence_parallel_size"}
     zerostart.load(
-        state if dist.get_rank() == 0 else None,
+        state,
         model,
         zero_stage=_stage(config),
         engine_config=config,
