@@ -277,6 +277,8 @@ _saving = SavingCalls(
         "Trainer.save_model": trainer.save_model,
         "Trainer._load_from_checkpoint": trainer.load_from_checkpoint,
         "Trainer._load_optimizer_and_scheduler": trainer.load_optimizer_and_scheduler,
+        "Trainer._prepare_for_training": trainer.prepare_for_training,
+        "Trainer.evaluation_loop": trainer.evaluation_loop,
         "PartialState.wait_for_everyone": _wait_for_everyone,
         "ModelLogger.save_model": diffsynth.save_trained,
         "DiffusionTrainingModule.resume_from_checkpoint": diffsynth.resume,

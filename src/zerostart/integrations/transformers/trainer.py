@@ -6,10 +6,12 @@ directory of ``save_state`` where DeepSpeed's or accelerate's would be.
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -119,3 +121,48 @@ def load_optimizer_and_scheduler(
     if schedule.is_file():
         self.lr_scheduler.load_state_dict(torch.load(schedule, weights_only=True))
     return None
+
+
+def prepare_for_training(original: Original, *, self: Trainer, **_: object) -> object:
+    """``Trainer._prepare_for_training``: train a model on DeepSpeed for a second time.
+
+    ``train`` has destroyed the engine of the last call, and takes it for a wrapped model.
+    """
+    if self.is_deepspeed_enabled and next(loaded_models(self.model), None) is not None:
+        self.model_wrapped, self.deepspeed = self.model, None
+    return original()
+
+
+def evaluation_loop(original: Original, *, self: Trainer, **_: object) -> object:
+    """``Trainer.evaluation_loop``: evaluate a sharded model before training, and leave it as it was.
+
+    The Trainer would prepare the model here for evaluation only, and could not train it afterwards.
+    """
+    sharding = self.is_deepspeed_enabled or _is_fsdp2(self)
+    if not sharding or self.accelerator._models or next(loaded_models(self.model), None) is None:
+        return original()
+    with _prepared_for_evaluation(self):
+        return original()
+
+
+@contextmanager
+def _prepared_for_evaluation(trainer: Trainer) -> Iterator[None]:
+    deepspeed, fsdp = trainer.is_deepspeed_enabled, trainer.is_fsdp_enabled
+    config = trainer.accelerator.state.deepspeed_plugin.hf_ds_config if deepspeed else None
+    before = copy.deepcopy(config.config) if config is not None else {}
+    # ZeRO-3 gathers parameters in an engine. Others run the model as it is: FSDP2 has its hooks already, and
+    # ZeRO-1 and 2 have whole parameters.
+    if config is None or not config.is_zero3():
+        trainer.is_deepspeed_enabled = trainer.is_fsdp_enabled = False
+    try:
+        yield
+    finally:
+        trainer.is_deepspeed_enabled, trainer.is_fsdp_enabled = deepspeed, fsdp
+        trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
+        if config is not None:
+            # Evaluation replaces "auto" and deletes the optimizer.
+            config.config.clear()
+            config.config.update(before)
+            trainer.deepspeed = None
+        trainer.accelerator.free_memory()  # and the engine
+        trainer.model_wrapped = trainer.model

@@ -1,0 +1,91 @@
+"""The HF Trainer evaluates a model in shards before it is trained, and trains it all the same."""
+
+import copy
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integrations.scripts import Data, fsdp2, zero3
+from tests.ranks import run_ranks
+from tests.tiny import TinyCheckpoints
+
+ORDERS = {
+    "evaluated-first": ("evaluate", "predict", "evaluate", "train", "evaluate"),
+    "trained-twice": ("train", "train", "evaluate"),
+}
+
+
+def trainer_script(
+    path: Path,
+    out: Path,
+    environment: dict[str, str],
+    calls: tuple[str, ...],
+    adopt: bool,
+    fresh: bool = False,
+) -> Any:
+    """Call methods of one Trainer one after another, and return what each says of the loss."""
+    os.environ.update(environment)
+    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+    if adopt:
+        import zerostart
+
+        zerostart.enable()
+    args = TrainingArguments(
+        output_dir=str(out),
+        max_steps=2,
+        per_device_train_batch_size=4 // int(os.environ.get("WORLD_SIZE", "1")),
+        per_device_eval_batch_size=2,
+        learning_rate=1e-2,
+        logging_steps=1,
+        save_strategy="no",
+        eval_on_start=True,
+        report_to=[],
+        disable_tqdm=True,
+        seed=3,
+        ddp_backend="gloo",
+        use_cpu=True,
+    )
+    model = AutoModelForCausalLM.from_pretrained(path)
+    trainer = Trainer(model=model, args=args, train_dataset=Data(), eval_dataset=Data())
+    found = []
+    for call in calls:
+        if call == "train":
+            trainer.optimizer = None if fresh else trainer.optimizer
+            trainer.train()
+            logs = trainer.state.log_history
+            found.append([e.get("loss", e.get("eval_loss")) for e in logs if "loss" in e or "eval_loss" in e])
+        elif call == "evaluate":
+            found.append(trainer.evaluate()["eval_loss"])
+        else:
+            found.append(float(torch.as_tensor(trainer.predict(Data()).predictions).double().mean()))
+    return found
+
+
+def flat(found: list[Any]) -> list[float]:
+    return [v for entry in copy.deepcopy(found) for v in (entry if isinstance(entry, list) else [entry])]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["zero3", "zero2", "fsdp2"])
+@pytest.mark.parametrize("order", ORDERS)
+def test_calls_of_a_trainer(engine: str, order: str, checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
+    path = checkpoints("qwen3")
+    stages = {"zero3": 3, "zero2": 2}
+    environment = (
+        zero3(tmp_path / "config", zero_optimization={"stage": stages[engine]})
+        if engine in stages
+        else fsdp2()
+    )
+    fresh = engine in stages  # on DeepSpeed the Trainer makes a new optimizer for each call of train
+    [expected] = run_ranks(
+        trainer_script, 1, path, tmp_path / "one", {}, ORDERS[order], False, fresh, process_group=False
+    )
+    first, second = run_ranks(
+        trainer_script, 2, path, tmp_path / "two", environment, ORDERS[order], True, process_group=False
+    )
+    assert first == second
+    assert flat(first) == pytest.approx(flat(expected), rel=1e-4)
