@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerostart.engines import Shard
+from zerostart.distributed.world import current_world
+from zerostart.engines import Shard, whole_shard
 from zerostart.errors import ConfigError
 from zerostart.geometry.layout import Layout
 from zerostart.live.full_tensors import whole_tensor
@@ -202,6 +203,9 @@ def _contents(
     held: dict[str, Shard] = {}
     for name, twin in chosen.items():
         shard = by_twin.get(id(twin))
+        if shard is None and config.is_prompt_learning:
+            # PEFT has run the prompt encoder, whose hooks gather its parameters: every rank has the result.
+            shard = whole_shard(name, twin, current_world())
         if shard is None:
             raise ConfigError(
                 f"the adapter {adapter!r} ({config.peft_type}) computes {name} when it is saved, which no "
