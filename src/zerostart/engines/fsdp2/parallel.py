@@ -24,7 +24,7 @@ from zerostart.distributed.world import World, default_device
 from zerostart.engines.exchange import exchange_tokens, expert_modules
 from zerostart.engines.fsdp2.settings import FSDP2Settings, MeshShares
 from zerostart.engines.fsdp2.storage import arena_of, give_storage, put_to_rest
-from zerostart.engines.fsdp2.units import blocks_of, scalars_of, units_of
+from zerostart.engines.fsdp2.units import scalars_of, shard_units, units_of
 from zerostart.engines.parallelism import share_draws
 from zerostart.engines.residence import Residence
 from zerostart.engines.shard import Shard, loaded_names, replace_everywhere
@@ -84,8 +84,7 @@ class FSDP2ParallelShards:
         for module in experts:
             # Experts first: their owners are other ranks, and what is sharded already the blocks leave out.
             self._wrap_experts(module, units_of(module, ())[-1].options(options))
-        for unit in units_of(model, blocks_of(model, settings.wrap)):
-            fully_shard(unit.module, mesh=self._dense, **unit.options(options))
+        shard_units(model, settings.wrap, self._dense, options)
         return give_storage(
             model,
             names,

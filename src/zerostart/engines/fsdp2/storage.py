@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as ShardPlacement
 
 from zerostart.distributed.world import World, default_device
 from zerostart.engines.fsdp2.settings import FSDP2Settings
-from zerostart.engines.fsdp2.units import blocks_of, scalars_of, units_of
+from zerostart.engines.fsdp2.units import scalars_of, shard_units
 from zerostart.engines.residence import Residence
 from zerostart.engines.shard import Shard, replace_everywhere
 from zerostart.errors import EngineError
@@ -173,8 +173,7 @@ class FSDP2Shards:
         shares = self._mesh.shape[-1]
         dims = self._settings.dimensions(dict(model.named_parameters()), shares)
         options = {**self._settings.options(), "ignored_params": scalars_of(model)}
-        for unit in units_of(model, blocks_of(model, self._settings.wrap)):
-            fully_shard(unit.module, mesh=self._mesh, **unit.options(options))
+        shard_units(model, self._settings.wrap, self._mesh, options)
         tensors = {name: sharded(p, name) for name, p in model.named_parameters() if p.dim()}
 
         def at(name: str, rank: int) -> Layout:

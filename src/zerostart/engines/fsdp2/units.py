@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from zerostart.engines.training import EngineConfig, with_first_values
 from zerostart.errors import ConfigError, EngineError
 from zerostart.models import library_of
-from zerostart.upstream.torch.fsdp2 import check_kept, whole_tensor
+from zerostart.upstream.torch.fsdp2 import check_kept, is_at_rest, whole_tensor
 
 _ATTRIBUTE = "_zerostart_computes_in"
 
@@ -97,6 +97,47 @@ def units_of(model: nn.Module, blocks: Sequence[nn.Module]) -> list[Unit]:
         units += [*inner, Unit(block, kind)]
         done.add(id(block))
     return units
+
+
+def shard_units(
+    model: nn.Module, wrap: Sequence[str | type[nn.Module]] | None, mesh: DeviceMesh, options: EngineConfig
+) -> None:
+    """Shard ``model`` over ``mesh``: its blocks, then the model around them."""
+    for unit in units_of(model, blocks_of(model, wrap)):
+        fully_shard(unit.module, mesh=mesh, **unit.options(options))
+    inside = {
+        m
+        for unit in model.modules()
+        if unit is not model and isinstance(unit, FSDPModule)
+        for m in unit.modules()
+    }
+    for name, module in model.named_modules():
+        if module is not model and module not in inside and any(True for _ in module.parameters(False)):
+            module.register_forward_pre_hook(_Gathering(model, name))
+
+
+class _Gathering:
+    """Gathers the parameters of a module that is called outside the forward of the model around it.
+
+    FSDP2 gathers the parameters outside all blocks, such as an embedding, only in the model's forward, and
+    reduces their gradients there. PEFT's prompt tuning and other wrappers call such modules directly.
+    """
+
+    def __init__(self, model: nn.Module, name: str) -> None:
+        self._model = weakref.ref(model)
+        self._name = name
+
+    def __call__(self, module: nn.Module, args: object) -> None:
+        model = self._model()
+        if model is None or not is_at_rest(model):
+            return
+        if torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters(False)):
+            raise EngineError(
+                f"{self._name} of {type(model).__name__.removeprefix('FSDP')} was called outside the model's "
+                "forward, and only that gathers its parameters and reduces their gradients on FSDP2: call "
+                f"model(...) itself, not model.forward(...), freeze {self._name}, or use DeepSpeed"
+            )
+        model.unshard()  # type: ignore[operator]
 
 
 def _split(module: nn.Module, done: set[int], names: dict[int, str]) -> tuple[list[Unit], Kind | None]:

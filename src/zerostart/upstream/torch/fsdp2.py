@@ -57,6 +57,12 @@ def has_begun(model: nn.Module) -> bool:
     return not isinstance(model, FSDPModule) or model._get_fsdp_state()._is_root is not None
 
 
+def is_at_rest(model: nn.Module) -> bool:
+    """Return whether ``model`` is a unit whose own parameters are not gathered."""
+    need(_UNITS, _STATES)
+    return isinstance(model, FSDPModule) and any(g.is_sharded for g in _groups(model._get_fsdp_state()))
+
+
 def begin_at(model: nn.Module) -> None:
     """Settle that ``model`` is the root of its units, whichever of them runs first; once is enough."""
     check_kept(model)

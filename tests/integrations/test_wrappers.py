@@ -1,0 +1,126 @@
+"""Wrappers that call parts of a model in shards, and adapters of prompts, train as in one process."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.integrations.scripts import Data, fsdp2, zero3
+from tests.ranks import RankError, run_ranks
+from tests.tiny import TinyCheckpoints
+
+
+class Wrapper(torch.nn.Module):
+    """Calls the model inside by ``calls``, and has a value head of its own."""
+
+    def __init__(self, model: Any, calls: str) -> None:
+        super().__init__()
+        self.inner, self._calls = model, calls
+        torch.manual_seed(1)
+        self.head = torch.nn.Linear(model.config.hidden_size, 1)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        if self._calls == "forward":
+            out = self.inner.forward(input_ids=input_ids, labels=labels, output_hidden_states=True)
+            return {"loss": out.loss + self.head(out.hidden_states[-1]).mean()}
+        model = self.inner.get_base_model() if hasattr(self.inner, "get_base_model") else self.inner
+        hidden = model.model(input_ids=input_ids).last_hidden_state
+        logits = model.lm_head(hidden)[:, :-1].flatten(0, 1)
+        loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten())
+        return {"loss": loss + self.head(hidden).mean()}
+
+
+def script(path: Path, out: Path, environment: dict[str, str], adapter: str, calls: str) -> Any:
+    os.environ.update(environment)
+    import peft
+    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+    if environment:
+        import zerostart
+
+        zerostart.enable()
+    args = TrainingArguments(
+        output_dir=str(out),
+        max_steps=3,
+        per_device_train_batch_size=4 // int(os.environ.get("WORLD_SIZE", "1")),
+        learning_rate=1e-2,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        ddp_backend="gloo",
+        use_cpu=True,
+    )
+    model: Any = AutoModelForCausalLM.from_pretrained(path)
+    torch.manual_seed(0)
+    configs = {
+        "lora": peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], r=4),
+        "prompt": peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+        "prefix": peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+        "encoder": peft.PromptEncoderConfig(
+            task_type="CAUSAL_LM", num_virtual_tokens=4, encoder_hidden_size=16
+        ),
+    }
+    if adapter:
+        model = peft.get_peft_model(model, configs[adapter])
+    trainer = Trainer(model=Wrapper(model, calls) if calls else model, args=args, train_dataset=Data())
+    trainer.train()
+    if environment or not calls:  # in one process the Trainer cannot save tied weights of such a wrapper
+        trainer.save_model(str(out))
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def environment(engine: str, folder: Path) -> dict[str, str]:
+    if engine == "fsdp2":
+        return fsdp2()
+    return zero3(folder / "config", zero_optimization={"stage": int(engine[-1])})
+
+
+def run(ranks: int, path: Path, out: Path, *arguments: Any) -> list[float]:
+    first, *others = run_ranks(script, ranks, path, out, *arguments, process_group=False)
+    assert all(other == first for other in others)
+    return first
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["zero2", "zero3", "fsdp2"])
+@pytest.mark.parametrize("calls", ["forward", "parts"])
+def test_calls_of_parts_with_a_lora(
+    engine: str, calls: str, checkpoints: TinyCheckpoints, tmp_path: Path
+) -> None:
+    path = checkpoints("qwen3")
+    expected = run(1, path, tmp_path / "one", {}, "lora", calls)
+    found = run(2, path, tmp_path / "two", environment(engine, tmp_path), "lora", calls)
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("calls", ["forward", "parts"])
+def test_calls_of_trained_parts_on_fsdp2(calls: str, checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
+    with pytest.raises(RankError, match=r"model.embed_tokens of Qwen3ForCausalLM was called outside"):
+        run(2, checkpoints("qwen3"), tmp_path / "two", fsdp2(), "", calls)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["zero2", "zero3", "fsdp2"])
+@pytest.mark.parametrize("adapter", ["prompt", "prefix", "encoder"])
+def test_adapters_of_prompts(engine: str, adapter: str, checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
+    path, one, two = checkpoints("qwen3"), tmp_path / "one", tmp_path / "two"
+    expected = run(1, path, one, {}, adapter, "")
+    assert run(2, path, two, environment(engine, tmp_path), adapter, "") == pytest.approx(expected, rel=1e-5)
+    saved, reference = (load_file(out / "adapter_model.safetensors") for out in (two, one))
+    assert saved.keys() == reference.keys()
+    for name, tensor in reference.items():
+        torch.testing.assert_close(saved[name], tensor, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["zero2", "fsdp2"])
+def test_a_wrapper_with_a_save_of_its_own(engine: str, checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
+    """The Trainer saves the state dict of what is neither transformers' nor PEFT's."""
+    Wrapper.save_pretrained = lambda self, path: None  # type: ignore[attr-defined]
+    run(2, checkpoints("qwen3"), tmp_path / "two", environment(engine, tmp_path), "lora", "forward")
+    assert {"head.weight", "head.bias"} < load_file(tmp_path / "two/model.safetensors").keys()
