@@ -294,20 +294,19 @@ def convert(
 
 
 def diff(a: Comparable, b: Comparable) -> Difference:
-    """Compare two checkpoints, two live models, or one of each, tensor by tensor and bit by bit.
+    """Compare two checkpoints, or a live model and a checkpoint, tensor by tensor and bit by bit.
 
     A path is whatever ``load`` takes for one; names are those in the files. A live model is as in ``save``,
-    and the call then collective: it is compared with files in the layout in which it would be saved, but
-    under its state-dict names where the files have only those; with another model under those names. Memory
-    is bounded: with a checkpoint each rank reads what it holds itself; of two models the tensors whose
-    digests differ meet segment by segment.
+    and the call then collective: it is compared in the layout in which it would be saved, but under its
+    state-dict names where the files have only those. Memory is bounded: each rank reads what it holds itself.
 
     Returns:
         ``equal`` names; ``differing``, by name the ``largest`` absolute difference and the number of
         ``elements`` that differ; ``only_a`` and ``only_b``, names; and ``same``. The same on every rank.
 
     Raises:
-        ZerostartError: what opening and reading a checkpoint raises; the same on every rank.
+        ZerostartError: what opening and reading a checkpoint raises, the same on every rank; ConfigError for
+            two live models (compare what ``digest`` gives for each).
 
     Example:
         >>> import tempfile, torch, zerostart

@@ -1,4 +1,4 @@
-"""Two checkpoints, two live models, or one of each, tensor by tensor."""
+"""Two checkpoints, or a live model and a checkpoint, tensor by tensor."""
 
 import json
 import math

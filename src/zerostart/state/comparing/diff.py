@@ -1,4 +1,4 @@
-"""Two checkpoints, two live models, or one of each, tensor by tensor, in bounded memory."""
+"""Compare two checkpoints, or a live model and a checkpoint, in bounded memory."""
 
 from __future__ import annotations
 
@@ -31,10 +31,8 @@ from zerostart.distributed.world import World, current_world
 from zerostart.engines import Shard
 from zerostart.errors import ConfigError, printable
 from zerostart.geometry.layout.layout import flat_run
-from zerostart.live.full_tensors import whole_tensor
 from zerostart.live.model import LiveModel, LogicalTensor
 from zerostart.recipe import Recipe, Target, spelling, torch_dtype
-from zerostart.state.comparing.digest import digest_model
 from zerostart.state.saving.contents import Contents, contents_of
 from zerostart.state.saving.writing import Entry, plain, planned
 from zerostart.transfer import Progress, execute
@@ -172,15 +170,14 @@ def compare(a: Comparable, b: Comparable) -> Difference:
     for one in (a, b):
         if not isinstance(one, (str, os.PathLike, nn.Module)):
             raise ConfigError(f"a {type(one).__name__} cannot be compared; pass a path or a model")
-    if isinstance(a, nn.Module):
-        return _models(a, b) if isinstance(b, nn.Module) else _model_and_files(a, b)
+    if not isinstance(a, nn.Module):
+        if not isinstance(b, nn.Module):
+            return _files(a, b)
+        found = _model_and_files(b, a)
+        return Difference(found.equal, found.differing, found.only_b, found.only_a)
     if isinstance(b, nn.Module):
-        return _swapped(_model_and_files(b, a))
-    return _files(a, b)
-
-
-def _swapped(found: Difference) -> Difference:
-    return Difference(found.equal, found.differing, found.only_b, found.only_a)
+        raise ConfigError("two live models cannot be compared: compare their zerostart.digest, or save one")
+    return _model_and_files(a, b)
 
 
 def _files(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Difference:
@@ -303,44 +300,6 @@ def _as_they_are(tensors: Sequence[LogicalTensor]) -> Contents:
 
 def _entry(name: str, shard: Shard) -> Entry:
     return name, spelling(shard.storage.dtype, name), shard.layout.shape
-
-
-def _models(a: nn.Module, b: nn.Module) -> Difference:
-    """Compare digests; tensors that differ are gathered whole, one at a time."""
-    world = current_world()
-    tally = Tally()
-    with world.phase("comparing two models"):
-        one, other = _shards(a, world), _shards(b, world)
-        # Digests settle what is equal without moving any weight; only what differs is put together.
-        digests, others = digest_model(a), digest_model(b)
-        for name in digests:
-            if name in others and digests[name] != others[name] and _shape(one[name]) == _shape(other[name]):
-                tally.compare(name, _whole(one[name]), _whole(other[name]))
-        kinds, theirs = ({name: _entry(name, s)[1:] for name, s in shards.items()} for shards in (one, other))
-        found = tally.summed(World(0, 1, None))  # every rank has compared everything
-    return _difference(_ordered(kinds, digests), _ordered(theirs, others), found)
-
-
-def _ordered(kinds: Mapping[str, tuple[str, Sequence[int]]], names: Mapping[str, str]) -> dict[str, _Kind]:
-    return {name: (kinds[name][0], tuple(kinds[name][1])) for name in names}
-
-
-def _shape(shard: Shard) -> tuple[int, ...]:
-    return shard.layout.shape
-
-
-def _shards(model: nn.Module, world: World) -> dict[str, Shard]:
-    """Shards by all names, tied ones included."""
-    tensors, tied = LiveModel(model, world).tensors()
-    shards = {item.name: item.shard for item in tensors}
-    return shards | {name: shards[kept] for name, kept in tied.items()}
-
-
-def _whole(shard: Shard) -> torch.Tensor:
-    """Return the elements of a tensor on every rank; collective."""
-    whole = whole_tensor(shard, None)
-    assert whole is not None, "every rank asked for it"
-    return whole.reshape(-1)
 
 
 # Tensors of checkpoint files, any run of which can be read.
