@@ -219,7 +219,7 @@ def equal(mine: Any, first: int, path: Path) -> bool:
 
 
 if __name__ == "__main__":
-    if "ZEROSTART_STATUS_FILE" in os.environ:
+    if "ZEROSTART_STORE" in os.environ:
         from zerostart.cli.launch import worker_main
 
         worker_main(run)

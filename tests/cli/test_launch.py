@@ -71,27 +71,15 @@ def test_the_cause_wins_over_its_echo(worker):
         run_local_ranks(module, [], 2, env=env)
 
 
-def test_killed_rank_and_what_the_survivor_reports(worker):
+def test_killed_rank(worker):
     module, env = worker("""
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(0.3)
         raise PeerError("rank 1 stopped answering")
     """)
-    with pytest.raises(PeerError, match=r"rank 1 was killed by signal 9 \(SIGKILL.*stopped answering"):
+    with pytest.raises(PeerError, match=r"rank 1 was killed by signal 9 \(SIGKILL"):
         run_local_ranks(module, [], 2, env=env)
-
-
-def test_survivor_that_hangs_is_stopped_after_the_grace_period(worker):
-    module, env = worker("""
-        if rank == 1:
-            raise CoverageError("only rank 1 knows")
-        time.sleep(60)
-    """)
-    start = time.monotonic()
-    with pytest.raises(CoverageError, match="only rank 1 knows"):
-        run_local_ranks(module, [], 2, grace=0.2, env=env)
-    assert time.monotonic() - start < 30
 
 
 def test_foreign_error_and_silent_exit_are_named(worker, capfd):

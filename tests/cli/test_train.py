@@ -109,7 +109,6 @@ def test_a_rank_that_dies_ends_the_run_with_one_line(config, tmp_path):
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "error: rank 1 was killed by signal 9 (SIGKILL" in err
-    assert "surviving ranks report: PeerError: another rank died" in err
     assert "Traceback" not in err
     assert time.monotonic() - began < 30
     assert not list((tmp_path / "out").glob("*.safetensors"))
