@@ -15,7 +15,7 @@ from zerostart.errors import CheckpointError, CheckpointNotFoundError, ConfigErr
 from zerostart.state.saving.adapter_formats import names_for
 from zerostart.training.adapt import ema
 from zerostart.training.adapt.ema import Ema
-from zerostart.training.adapt.export import check_export
+from zerostart.training.adapt.export import Exporter
 from zerostart.training.adapt.lora import add_lora, lora_targets
 from zerostart.training.adapt.lora_files import start_from
 from zerostart.training.adapt.trained import train_only
@@ -297,7 +297,7 @@ def test_what_cannot_be_saved_is_told_before_the_training() -> None:
         if "merge" not in changed:
             del sections["lora"]
         config = parse_config({**base, **sections})
-        check_export(model, config.output, config.lora is not None)
+        Exporter(model, config.output, config.lora is not None, None, Path("c"))
 
     check(FluxTransformer2DModel())
     with pytest.raises(ConfigError, match="DiffSynth has no FluxTransformer2DModel"):

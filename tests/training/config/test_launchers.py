@@ -19,12 +19,9 @@ def test_an_engine_of_the_launcher_is_refused(engine: str, monkeypatch: pytest.M
         check_launcher("no")
 
 
-def test_another_precision_and_a_compiler_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_precision_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
     with pytest.raises(ConfigError, match="mixed_precision: fp16, but this run's configuration"):
-        check_launcher("no")
-    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "inductor")
-    with pytest.raises(ConfigError, match="dynamo_backend: inductor"):
         check_launcher("no")
 
 

@@ -114,9 +114,6 @@ def test_columns_of_other_tools_tables(header: str, name: str, folders: list[str
 
 
 def test_what_says_too_little_or_too_much_is_refused(folders: list[str], tmp_path: Path) -> None:
-    (tmp_path / "both.csv").write_text("file_name,caption,text\na.png,one,two\n")
-    with pytest.raises(ConfigError, match=r"the columns caption and text, and either may be .* media.prompt"):
-        read_media(MediaConfig(source=str(tmp_path / "both.csv")), ALONE)
     for media, told in (
         ({"source": "a", "datasets": [{"source": "b"}]}, "source or datasets .*, and both are given"),
         ({"height": 16, "width": 16}, "source or datasets .*, and neither is given"),

@@ -134,7 +134,7 @@ def recorded_run(values: dict, dies_after: int | None = None) -> dict:
     from zerostart.training.loop import runner
 
     batches, held, weights, drawn = [], [], {}, FlowMatching.drawn
-    step, export = runner._Run._step, runner.export_model
+    step, export = runner._Run._step, runner.Exporter.save_final
 
     def recording(self, batch, epoch):
         made = drawn(self, batch, epoch)
@@ -150,11 +150,12 @@ def recorded_run(values: dict, dies_after: int | None = None) -> dict:
             raise OSError("the machine is gone")
         step(self, number, source)
 
-    def exporting(model, *others):
-        weights.update(zerostart.full_tensors(model, rank=None))
-        return export(model, *others)
+    def exporting(self, *others):
+        weights.update(zerostart.full_tensors(self._model, rank=None))
+        return export(self, *others)
 
-    FlowMatching.drawn, runner._Run._step, runner.export_model = recording, dying, exporting
+    FlowMatching.drawn, runner._Run._step = recording, dying
+    runner.Exporter.save_final = exporting
     if dies_after is not None:
         with pytest.raises(OSError, match="the machine is gone"):
             runner.train(parse_config(values))

@@ -13,7 +13,7 @@ from zerostart.engines import Mesh, check_choice, optimizers
 from zerostart.errors import ConfigError
 from zerostart.training import register_elementwise_optimizer
 from zerostart.training.config.configuration import TrainingConfig
-from zerostart.training.loop.optimizers import check_optimizer, optimizer_of
+from zerostart.training.loop.optimizers import check_optimizer, optimizer_factory
 
 
 @pytest.mark.slow
@@ -37,7 +37,7 @@ def refused(engine, **train):
 @pytest.mark.parametrize(
     ("train", "told"),
     [
-        ({"optimizer": "adamv"}, "train.optimizer 'adamv' is unknown: it is one of "),
+        ({"optimizer": "adamv"}, "train.optimizer 'adamv' is unknown .*: it is one of "),
         (
             {"optimizer": "lbfgs"},
             "lbfgs: torch.optim.lbfgs.LBFGS is not known to step each element by itself",
@@ -45,17 +45,17 @@ def refused(engine, **train):
         ({"optimizer": "muon"}, "Muon is not known to step each element by itself"),
         (
             {"optimizer": "sgd", "optimizer_args": {"momentun": 0.9}},
-            "SGD takes no momentun, but lr, momentum",
+            "sgd cannot be made .*unexpected keyword argument 'momentun'",
         ),
         (
             {"optimizer_args": {"weight_decay": 0.1}},
-            "weight_decay has a key of its own: .*train.weight_d",
+            "cannot be made .*multiple values for keyword argument 'weight_decay'",
         ),
-        ({"optimizer_args": {"lr": 1.0}}, "lr has a key of its own: write train.learning_rate"),
+        ({"optimizer_args": {"lr": 1.0}}, "multiple values for keyword argument 'lr'"),
         ({"optimizer": "sgd", "optimizer_args": {"momentum": -1}}, "sgd cannot be made .*Invalid momentum"),
-        ({"optimizer": "sgd", "betas": [0.9, 0.99]}, "train.betas: train.optimizer sgd has none"),
-        ({"optimizer": "rprop", "weight_decay": 0.1}, "train.weight_decay: train.optimizer rprop has none"),
-        ({"optimizer": "no_such_package:Lion"}, "the module no_such_package cannot be imported"),
+        ({"optimizer": "sgd", "betas": [0.9, 0.99]}, "unexpected keyword argument 'betas'"),
+        ({"optimizer": "rprop", "weight_decay": 0.1}, "unexpected keyword argument 'weight_decay'"),
+        ({"optimizer": "no_such_package:Lion"}, "no_such_package:Lion' is unknown .No module named"),
         ({"optimizer": "torch.nn:Linear"}, "does not name a class derived from torch.optim.Optimizer"),
     ],
 )
@@ -93,7 +93,7 @@ def test_adagrad_is_refused_where_runs_of_parameters_are_stepped():
 def test_the_class_its_arguments_and_those_of_the_section():
     """A class of one's own by its module, as torch makes it."""
     train = {"steps": 1, "learning_rate": 0.3, "optimizer_args": {"momentum": 0.9}}
-    made = optimizer_of(TrainingConfig(optimizer="torch.optim:SGD", **train))(
+    made = optimizer_factory(TrainingConfig(optimizer="torch.optim:SGD", **train))(
         [torch.nn.Parameter(torch.ones(2))]
     )
     assert (type(made), made.defaults["lr"], made.defaults["momentum"]) == (torch.optim.SGD, 0.3, 0.9)

@@ -233,7 +233,8 @@ def run_and_look(values):
 
     seen = {}
 
-    def look(model, *_):
+    def look(self, *_):
+        model = self._model
         if values["engine"]["name"] == "deepspeed":
             from deepspeed.utils import safe_get_full_fp32_param
 
@@ -242,7 +243,7 @@ def run_and_look(values):
         else:
             seen.update(zerostart.full_tensors(model, rank=None))
 
-    runner.export_model = look
+    runner.Exporter.save_final = look
     run(values)
     return seen
 

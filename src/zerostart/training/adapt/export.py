@@ -1,6 +1,6 @@
-"""What a run exports: a whole model, its trained tensors alone, or a LoRA, in the format its reader expects.
+"""Save the trained model of a run: whole, only trained tensors, or a LoRA, in the chosen format.
 
-Nothing is gathered: each rank writes its own bytes, whatever the format (``zerostart.save``).
+Nothing is gathered: each rank writes its own bytes in every format (``zerostart.save``).
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from zerostart.errors import ConfigError
 from zerostart.live.model import bare_model
 from zerostart.models import library_of
 from zerostart.state.saving.adapter_formats import PREFIX, adapter_format, diffsynth_names, without
-from zerostart.state.saving.adapters import AdapterFormat
 from zerostart.state.saving.contents import TensorOverrides
 from zerostart.state.saving.save import SaveRequest, save_model
 from zerostart.training.adapt.ema import Ema
@@ -26,102 +25,85 @@ from zerostart.training.loop.task import Task
 if TYPE_CHECKING:
     from zerostart.training.config.configuration import OutputConfig
 
-#: In the output directory: what is saved before the end, a folder for each step.
+#: Folder of saves before the end, in the output directory, with a folder for each step.
 EXPORTS = "exports"
-#: Where the average of the weights goes, beside the model or in the folder of a step.
+#: Folder of the averaged weights, in the output directory or in the folder of a step.
 AVERAGE = "ema"
-#: The key of the format, as errors name it.
+#: Key of the format, for messages.
 _FORMAT = "output.format"
 
 
-def check_export(model: nn.Module, output: OutputConfig, adapted: bool) -> None:
-    """Raise ConfigError for what ``model`` could not be saved as once it is trained.
+class Exporter:
+    """Saves ``model`` of a run into ``directory`` in the format of ``output``; ``adapted``: it has a LoRA."""
 
-    ``model`` is as it will be trained, adapters and all: at the end the training would be lost.
-    """
-    save_request(model, output, adapted, 0).check()
-    if not output.merge:
-        return
-    for name, parameter in model.named_parameters():
-        shape = full_shape(parameter)
-        if ".lora_" in name and len(shape) != 2:
-            raise ConfigError(
-                f"output.merge: {name} belongs to a convolution, whose adapters cannot be merged shard "
-                "by shard; leave it out of lora.targets, or leave output.merge out"
-            )
+    def __init__(
+        self, model: nn.Module, output: OutputConfig, adapted: bool, task: Task, directory: Path
+    ) -> None:
+        """Raises ConfigError if ``model``, with its adapters, cannot be saved in that format."""
+        self._model = model
+        self._output = output
+        self._adapted = adapted
+        self._task = task
+        self._directory = directory
+        self._request(0).check()
+        if not output.merge:
+            return
+        for name, parameter in model.named_parameters():
+            if ".lora_" in name and len(full_shape(parameter)) != 2:
+                raise ConfigError(
+                    f"output.merge: {name} belongs to a convolution, whose adapters cannot be merged shard "
+                    "by shard; leave it out of lora.targets, or leave output.merge out"
+                )
 
+    def due(self, step: int) -> bool:
+        """Return True if the model is to be saved after ``step`` steps."""
+        return bool(self._output.every) and step % self._output.every == 0
 
-def save_request(
-    model: nn.Module,
-    output: OutputConfig,
-    adapted: bool,
-    step: int,
-    overrides: TensorOverrides | None = None,
-) -> SaveRequest:
-    """How ``model``, as it is trained, is saved after ``step`` steps.
+    def save_step(self, step: int, ema: Ema | None) -> None:
+        """Save the model, and its average, into the folder of ``step``; collective."""
+        folder = self._directory / EXPORTS / f"step-{step}"
+        self._save(folder, folder / AVERAGE, step, ema)
 
-    ``adapted``: a LoRA is trained; ``overrides`` are values to save in the place of the model's own. Raises
-    ConfigError for names that DiffSynth has not.
-    """
-    request = SaveRequest(model, output.max_shard_size, overrides=overrides)
-    if adapted:
-        if output.merge:
+    def save_final(self, step: int, ema: Ema | None) -> None:
+        """Save the model after the last ``step``, its average, and the other files of the task; collective.
+
+        Complete files replace those of an earlier run.
+        """
+        # The model before the task's files: an index names models that are complete.
+        self._save(self._task.saved_in(self._directory), self._directory / AVERAGE, step, ema)
+        world = current_world()
+        with world.phase("completing the output directory"):
+            if world.rank == 0:
+                self._task.finish(self._directory)
+
+    def _save(self, folder: Path, averaged: Path, step: int, ema: Ema | None) -> None:
+        save_model(self._request(step), folder)
+        if ema is not None:
+            save_model(self._request(step, ema.overrides), averaged)
+
+    def _request(self, step: int, overrides: TensorOverrides | None = None) -> SaveRequest:
+        """Return the save after ``step`` steps, with ``overrides`` instead of the model's own values.
+
+        Raises ConfigError for tensors that have no name in DiffSynth.
+        """
+        model, output = self._model, self._output
+        request = SaveRequest(model, output.max_shard_size, overrides=overrides)
+        stem, prefix = f"step-{step}", output.remove_prefix
+        if self._adapted and output.merge:
             return replace(request, merge_adapters=True)
-        # Without merging only the factors are written; the model is the one that the run was started from.
-        return replace(request, adapters_only=True, adapter_format=_adapter_format(model, output, step))
-    if output.format == "diffsynth":
-        names = diffsynth_names(bare_model(model), _FORMAT)
-        return replace(
-            request,
-            trainable_only=True,
-            renamed=without(output.remove_prefix, lambda name: PREFIX + names(name)),
-            stem=f"step-{step}",
-            max_shard_size=2**62,  # one file, as there
-        )
-    if output.trainable_only:
-        prefix = output.remove_prefix
-        # None keeps the names of the model's own library.
-        renamed = without(prefix, lambda name: name) if prefix else None
-        return replace(request, trainable_only=True, renamed=renamed)
-    return request
-
-
-def _adapter_format(model: nn.Module, output: OutputConfig, step: int) -> AdapterFormat:
-    inner = bare_model(model)
-    return adapter_format(
-        output.format or library_of(inner).adapter_format,
-        inner,
-        key=_FORMAT,
-        stem=f"step-{step}",
-        prefix=output.remove_prefix,
-    )
-
-
-def export_model(
-    model: nn.Module, task: Task, directory: Path, step: int = 0, ema: Ema | None = None
-) -> None:
-    """Save ``model``, as trained in ``step`` steps, and the files that ``task`` adds; collective.
-
-    In the format of the section ``output``; a model of its own for its average ``ema``. What an earlier run
-    has saved in ``directory`` is replaced once the new is whole.
-    """
-    # The model before what completes the directory: an index that stands there names models that are whole.
-    _save(model, task, task.saved_in(directory), directory / AVERAGE, step, ema)
-    world = current_world()
-    with world.phase("completing the output directory"):
-        if world.rank == 0:
-            task.finish(directory)
-
-
-def export_step(model: nn.Module, task: Task, directory: Path, ema: Ema | None, step: int) -> None:
-    """Save what ``export_model`` saves into a folder of its own, after ``step`` steps; collective."""
-    folder = directory / EXPORTS / f"step-{step}"
-    _save(model, task, folder, folder / AVERAGE, step, ema)
-
-
-def _save(model: nn.Module, task: Task, folder: Path, averaged: Path, step: int, ema: Ema | None) -> None:
-    # Two saves one after the other, each collective: the average is a model of its own, with its own marker.
-    output, adapted = task.config.output, task.config.lora is not None
-    save_model(save_request(model, output, adapted, step), folder)
-    if ema is not None:
-        save_model(save_request(model, output, adapted, step, ema.overrides), averaged)
+        if self._adapted:
+            inner = bare_model(model)
+            kind = output.format or library_of(inner).adapter_format
+            chosen = adapter_format(kind, inner, key=_FORMAT, stem=stem, prefix=prefix)
+            return replace(request, adapters_only=True, adapter_format=chosen)
+        if output.format == "diffsynth":
+            names = diffsynth_names(bare_model(model), _FORMAT)
+            renamed = without(prefix, lambda name: PREFIX + names(name))
+            # DiffSynth has one file.
+            return replace(request, trainable_only=True, renamed=renamed, stem=stem, max_shard_size=2**62)
+        if output.trainable_only:
+            # None keeps the names of the model's own library.
+            return replace(
+                request, trainable_only=True, renamed=without(prefix, lambda name: name) if prefix else None
+            )
+        return request

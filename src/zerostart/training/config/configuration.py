@@ -1,8 +1,7 @@
-"""The configuration of ``zerostart train``, typed: its sections, what each key means, and the defaults.
+"""The configuration of ``zerostart train``: its sections, keys, defaults and their descriptions.
 
-The text below a key is its description: the first sentence is the comment in the files that ``zerostart
-config`` writes, all of it stands in the reference. A file is read, and its sections held against each other,
-in ``training/config/load.py``.
+The text below a key is its description in the reference; its first sentence is the comment in the files that
+``zerostart config`` writes. ``training/config/load.py`` reads a file and compares its sections.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ Schedule = Literal[
     "constant_with_warmup",
     "inverse_sqrt",
 ]
-# NumPy's seeds have 32 bits, and each rank has one of its own, of 65536 at most.
-Seed = Annotated[int, Field(ge=0, le=2**32 - 2**16)]
+# NumPy's seeds have 32 bits, and each of at most 65536 ranks adds its number.
+Seed = Annotated[int, Field(ge=0, le=2**32 - 2**16, strict=True)]
 # YAML reads a bare `no` as false.
 Precision = Annotated[
     Literal["no", "bf16", "fp16"], BeforeValidator(lambda value: "no" if value is False else value)
@@ -41,14 +40,14 @@ Placement = Literal["shard", "replicate", "offload"]
 
 
 def _default_engine() -> str:
-    """The engine of a configuration that names none; raises ConfigError."""
+    """Return the engine of a configuration that names none; raises ConfigError."""
     from zerostart.engines import default_engine
 
     return default_engine()
 
 
 def _size(value: int | str) -> int:
-    """Bytes in ``value``. Raises ValueError where it is no size."""
+    """Return the number of bytes in ``value``; raises ValueError if it is no size."""
     try:
         return parse_size(value)
     except ConfigError as error:
@@ -56,48 +55,39 @@ def _size(value: int | str) -> int:
 
 
 class ModelConfig(Section):
-    """Which pretrained weights, and the type in which they are trained."""
+    """The pretrained weights, and the type in which they are trained."""
 
     path_keys: ClassVar[frozenset[str]] = frozenset({"source"})
 
     source: PathText
-    """What is trained: a directory, a file, or a hub id in the local cache."""
+    """A directory, a file, or a hub id in the local cache."""
     component: str | None = None
-    """Of a pipeline of diffusers: the component that is trained (transformer, transformer_2)."""
+    """The trained component of a diffusers pipeline (transformer, transformer_2)."""
     dtype: Dtype | None = None
-    """Type of the weights; null: float32, or the type of mixed precision.
+    """Type of the weights; null: float32, or the 16 bits in which DeepSpeed keeps the model.
 
-    On DeepSpeed null is the 16 bits of mixed precision, where the engine keeps the model in them. On FSDP2
-    ``bfloat16`` is what the model computes in: what is trained is held in float32, and the frozen model of a
-    LoRA in bfloat16.
+    With ``bfloat16`` FSDP2 computes in it, and holds trained weights in float32.
     """
     strict: bool = True
     """false: initialise parameters that the checkpoint lacks, such as a new head."""
     fp32_masters: bool = True
-    """false: start mixed precision from weights that were rounded to 16 bits first."""
+    """false: start mixed precision from weights rounded to 16 bits."""
 
 
 class EngineConfig(Section):
-    """Which engine shards the model. An engine that another package has registered is known by its name."""
+    """The engine that shards the model; engines of other packages are known by their names."""
 
-    path_keys: ClassVar[frozenset[str]] = frozenset({"config"})  # whose content is compared
+    path_keys: ClassVar[frozenset[str]] = frozenset({"config"})  # its content is compared
 
     name: str = Field(default_factory=_default_engine)
-    """deepspeed, fsdp2, or another package's; null: the launcher's, else deepspeed where it is installed.
-
-    Where neither a launcher has set up an engine nor DeepSpeed is installed, null is ``fsdp2``.
-    """
+    """deepspeed, fsdp2, or another package's; null: the launcher's, deepspeed if installed, or fsdp2."""
     zero_stage: int = 3
-    """3: weights in shards; 1, 2: gradients and optimizer; 0: nothing.
-
-    At 0 the model is whole on every rank: with ``fsdp2`` that is DistributedDataParallel.
-    """
+    """3: weights in shards; 1, 2: gradients and optimizer; 0: nothing (fsdp2: DistributedDataParallel)."""
     config: dict[str, Any] | str = Field(default_factory=dict)
     """The engine's own configuration, or the path of a JSON file with it, merged over ours.
 
-    For DeepSpeed a ``ds_config``, in which the batch sizes, clipping, stage and precision are filled in and
-    ``auto`` means just that; for FSDP2 ``reshard_after_forward``, ``replicate`` (the number of replicas) and
-    ``wrap`` (names of the module classes to shard as units).
+    DeepSpeed: a ``ds_config``. FSDP2: ``reshard_after_forward``, ``replicate`` (the number of replicas) and
+    ``wrap`` (class names of the modules to shard as units).
     """
 
     @model_validator(mode="before")
@@ -109,27 +99,23 @@ class EngineConfig(Section):
 
     @property
     def given(self) -> str | None:
-        """The engine that the configuration names; None where it was chosen by what is there."""
+        """The engine that the configuration names; None if it names none."""
         return self.name if "name" in self.model_fields_set else None
 
     def chosen(self) -> Engine:
-        """The engine at its stage, not configured yet; raises :class:`ConfigError` for an unknown one."""
+        """Return the engine at its stage, not configured yet; raises ConfigError for an unknown one."""
         from zerostart.engines import Mesh, check_choice
 
         return check_choice(self.name, self.zero_stage).for_stage(self.zero_stage, None, Mesh(1), None)
 
 
 class TrainingConfig(Section):
-    """The optimisation, of ``batch_size * accumulation`` examples of each rank in a step."""
+    """The optimisation; a step has ``batch_size * accumulation`` examples of each rank."""
 
     steps: Positive | None = None
-    """Steps of the optimizer. Either these or ``epochs`` are given."""
+    """Optimizer steps; give either these or ``epochs``."""
     epochs: Positive | None = None
-    """How often the data are gone over, in the place of ``steps``.
-
-    As many steps as that takes are what everything else goes by. A run that resumes on other ranks has as
-    many only where its step has as many examples.
-    """
+    """Passes over the data, instead of ``steps``, which are computed from them."""
     batch_size: Positive = 8
     """Examples of a batch, on each rank."""
     accumulation: Positive = 1
@@ -141,37 +127,31 @@ class TrainingConfig(Section):
     optimizer_args: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the optimizer's class, such as ``{momentum: 0.9}``."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
-    """The optimizer's, of matrices; biases and norms have none."""
+    """Weight decay of matrices; biases and norms have none."""
     betas: tuple[Proportion, Proportion] = (0.9, 0.999)
-    """The optimizer's, where it has two."""
+    """The two betas of Adam and its relatives."""
     schedule: Schedule = "linear"
-    """Of the learning rate: linear, cosine, constant, ... as transformers.get_scheduler has them."""
+    """Schedule of the learning rate: linear, cosine, constant, ... of transformers.get_scheduler."""
     warmup_steps: Count = 0
-    """Steps in which the rate rises evenly to learning_rate, the first of them above 0."""
+    """Steps in which the rate rises linearly to learning_rate; the first is above 0."""
     max_grad_norm: Annotated[float, Field(ge=0.0)] = 1.0
     """Gradients are clipped to this norm; 0: no clipping."""
     mixed_precision: Precision = "no"
     """no, bf16; fp16 with deepspeed."""
     seed: Seed = 42
-    """Of the order of the data, noise, dropout and new weights."""
+    """Seed of the order of the data, of noise, dropout and new weights."""
     evaluate_every: Count = 0
-    """Steps between evaluations; 0: at the start and the end alone."""
+    """Steps between evaluations; 0: only at the start and the end."""
     checkpoint_blocks: bool | Literal["offload"] = False
-    """true: run blocks again in the backward, to keep no activations; offload: and keep less on the device.
-
-    With ``offload`` what is still kept of the blocks is in host memory.
-    """
+    """true: recompute blocks in the backward; offload: also keep their inputs in host memory."""
     patience_nonfinite: Positive = 3
-    """Steps in a row without a finite loss or gradient norm after which the run fails."""
+    """Consecutive steps without a finite loss or gradient norm after which the run fails."""
     trainable: Annotated[list[str], Field(min_length=1)] | None = None
-    """Names of what is trained, all else being frozen; null: everything, or a LoRA.
-
-    A name is that of a module or a parameter, with ``*`` for any characters (``blocks.*.attn1``).
-    """
+    """Modules or parameters to train (``blocks.*.attn1``), all others frozen; null: all, or a LoRA."""
 
     @property
     def last_step(self) -> int:
-        """``steps``, which are known once the data are read where ``epochs`` were given."""
+        """``steps``; with ``epochs`` they are known once the data are read."""
         assert self.steps is not None, "they were counted before the model was loaded"
         return self.steps
 
@@ -186,28 +166,28 @@ class TrainingConfig(Section):
 
 
 class OutputConfig(Section):
-    """Where the trained model goes, and in what form."""
+    """Directory and format of the trained model."""
 
     path_keys: ClassVar[frozenset[str]] = frozenset({"directory"})
 
     directory: PathText
-    """The trained model, metrics.jsonl and checkpoints; a directory, or a URL of a store."""
+    """Local directory of the trained model, metrics.jsonl and checkpoints."""
     max_shard_size: str = "5GB"
-    """Most bytes of one file."""
+    """Maximum size of one file."""
     overwrite: bool = False
-    """true: a model that is in the directory may be replaced. Without it a directory has to be empty."""
+    """true: replace a model in the directory; false: the directory must be empty."""
     pipeline: bool = False
-    """true: save the whole pipeline, with what is trained in it."""
+    """true: save the whole pipeline with the trained model in it."""
     format: Literal["diffusers", "peft", "diffsynth"] | None = None
-    """diffusers, peft, diffsynth, of a LoRA (or trained tensors); null: the library's."""
+    """Format of a LoRA or of trained tensors: diffusers, peft, diffsynth; null: the library's."""
     trainable_only: bool = False
-    """true: leave out what is frozen."""
+    """true: leave out frozen tensors."""
     remove_prefix: str = ""
-    """Removed from the beginning of names in a file of what was trained."""
+    """Prefix to remove from the names in a file of trained tensors."""
     merge: bool = False
-    """true: save the whole model, with the LoRA in its weights."""
+    """true: save the whole model with the LoRA merged into its weights."""
     every: Count = 0
-    """Steps between exports, in exports; 0: at the end alone."""
+    """Steps between exports to the folder exports; 0: only at the end."""
 
     @field_validator("max_shard_size")
     @classmethod
@@ -217,97 +197,92 @@ class OutputConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """Training checkpoints, from which ``resume`` continues, in ``checkpoints`` of the output directory."""
+    """Training checkpoints for ``resume``, in ``checkpoints`` of the output directory."""
 
     every: Count = 0
     """Steps between checkpoints; 0: none."""
     keep: Positive = 2
-    """How many of the last checkpoints stay."""
+    """Number of newest checkpoints to keep."""
     best: Count = 0
-    """How many of the lowest held-out loss stay besides; see train.evaluate_every."""
+    """Number of checkpoints with the lowest held-out loss to keep too; see train.evaluate_every."""
     background: bool = False
-    """true: write them while training continues, from copies in host memory."""
+    """true: write checkpoints while training continues, from copies in host memory."""
 
 
 class TrackingConfig(Section):
-    """Where figures go besides ``metrics.jsonl``."""
+    """Trackers that get the figures of ``metrics.jsonl``."""
 
     path_keys: ClassVar[frozenset[str]] = frozenset({"project"})
 
     trackers: list[str] = Field(default_factory=list)
-    """accelerate's trackers by name, such as tensorboard and wandb."""
+    """Names of accelerate's trackers, such as tensorboard and wandb."""
     project: str = "zerostart"
-    """The project that they log to."""
+    """Project of the trackers."""
 
 
 class LoggingConfig(Section):
-    """Where no terminal shows the live display."""
+    """Output without a terminal."""
 
     every: Positive = 10
     """Steps between plain lines."""
 
 
 class LoraConfig(Section):
-    """Low-rank adapters, trained in the place of the model, which stays as it was loaded.
-
-    Each gives its module ``alpha / rank`` times the product of two factors of rank ``rank``.
-    """
+    """Low-rank adapters, trained instead of the model: ``alpha / rank`` times a product of two factors."""
 
     path_keys: ClassVar[frozenset[str]] = frozenset({"start_from"})
 
     rank: Positive = 32
-    """Of the adapters."""
+    """Rank of the adapters."""
     alpha: Annotated[float, Field(gt=0.0)] | None = None
-    """The factor of an adapter times its rank; null: as rank."""
+    """Scale of an adapter times its rank; null: rank."""
     dropout: Proportion = 0.0
-    """Of what goes into an adapter."""
+    """Dropout of the inputs of adapters."""
     targets: str | list[str] = "auto"
-    """Layers that have an adapter: auto, names, or DiffSynth's comma-separated list.
+    """Layers that get an adapter: auto, names, or DiffSynth's comma-separated list.
 
-    ``auto`` is those of DiffSynth's scripts for its families, else every linear layer of the model's repeated
-    blocks. Of names, ``to_q`` is every module that is called so, ``blocks.*.attn1.to_q`` one of each block.
-    DiffSynth's list is taken as it is, in the names of DiffSynth's model.
+    ``auto``: those of DiffSynth's scripts, or all linear layers of repeated blocks. A name (``to_q``,
+    ``blocks.*.attn1.to_q``) matches the ends of module names.
     """
     exclude: list[str] = Field(default_factory=list)
-    """Names of layers that are left out."""
+    """Names of layers to leave out."""
     init: Literal["default", "gaussian"] = "default"
-    """The first factor: as PEFT draws it, or gaussian. The second is zero: training starts from the model."""
+    """The first factor: PEFT's default, or gaussian. The second is zero."""
     start_from: PathText | None = None
-    """A LoRA file, or its directory, to start from: of PEFT, diffusers, DiffSynth, kohya or ComfyUI."""
+    """A LoRA file of PEFT, diffusers, DiffSynth, kohya or ComfyUI to start from, or its directory."""
 
     @property
     def scaling(self) -> float:
-        """What the product of the factors is multiplied by."""
+        """The scale of the product of the factors."""
         return 1.0 if self.alpha is None else self.alpha / self.rank
 
 
 class EmaConfig(Section):
-    """An average of the weights, as diffusers' ``EMAModel`` has it: saved in ``ema`` of the output directory.
+    """An fp32 average of the weights like diffusers' ``EMAModel``, saved in ``ema`` of the output directory.
 
-    Update ``n`` (from 1) keeps the part ``d`` of what there was: ``d`` is 0 up to update
-    ``update_after_step + 1``, then, with ``k = n - update_after_step - 1``, ``(1 + k) / (10 + k)``, or with
-    ``warmup`` ``1 - (1 + k / inv_gamma) ** -power``; at most ``decay``, at least ``min_decay``. The average
-    is in fp32.
+    Update ``n`` (from 1) keeps the part ``d`` of the average: 0 up to update ``update_after_step + 1``, then,
+    with ``k = n - update_after_step - 1``, ``(1 + k) / (10 + k)``, or with ``warmup``
+    ``1 - (1 + k / inv_gamma) ** -power``; at most ``decay``, at least ``min_decay``.
     """
 
     decay: Annotated[float, Field(ge=0.0, le=1.0)] = 0.9999
-    """The highest part of the average that an update keeps."""
+    """Largest part of the average that an update keeps."""
     min_decay: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
-    """The lowest part of the average that an update keeps."""
+    """Smallest part of the average that an update keeps."""
     update_after_step: Count = 0
-    """Updates before which the average is the weights themselves."""
+    """Updates in which the average equals the weights."""
     warmup: bool = False
     """true: the decay rises by inv_gamma and power."""
     inv_gamma: Annotated[float, Field(gt=0.0)] = 1.0
-    """Updates by which a warm-up is stretched."""
+    """Updates by which the warm-up is stretched."""
     power: Annotated[float, Field(gt=0.0)] = 2 / 3
-    """The exponent of a warm-up."""
+    """Exponent of the warm-up."""
     every: Positive = 1
     """Steps between updates."""
     place: Literal["device", "host"] = "device"
-    """Where the average is: device, host."""
+    """Memory of the average: device, host."""
     evaluate: bool = False
-    """true: the held-out loss is that of the average."""
+    """true: compute the held-out loss with the average."""
 
     @model_validator(mode="after")
     def _ordered(self) -> EmaConfig:
@@ -316,7 +291,7 @@ class EmaConfig(Section):
         return self
 
     def decay_of(self, update: int) -> float:
-        """What part of the average the update number ``update`` (from 1) keeps."""
+        """Return the part of the average that update number ``update`` (from 1) keeps."""
         step = max(0, update - self.update_after_step - 1)
         if step <= 0:
             return 0.0
@@ -325,43 +300,36 @@ class EmaConfig(Section):
 
 
 class CacheConfig(Section):
-    """Latents and embeddings of media, computed once, by ``zerostart cache`` or before training."""
+    """Latents and embeddings of media, computed once by ``zerostart cache`` or before training."""
 
     path_keys: ClassVar[frozenset[str]] = frozenset({"directory", "source"})
 
     directory: PathText | None = None
-    """Latents and embeddings, made by `zerostart cache` or before training; null: cache, in the output."""
+    """Directory of latents and embeddings; null: the folder cache of the output directory."""
     source: PathText | None = None
     """The pipeline with the encoders; null: model.source."""
     placement: Placement | dict[str, Placement] | None = None
-    """Of the encoders: shard, replicate, offload, or one for each by name.
-
-    Null: ``replicate`` on one rank, ``shard`` by ``engine`` on several. The autoencoder is whole on every
-    rank unless it is offloaded.
-    """
+    """Placement of all encoders, or by name: shard, replicate, offload; null: shard on several ranks."""
     engine: str = "fsdp2"
-    """The engine of encoders in shards."""
+    """Engine of sharded encoders."""
     device_memory_limit: int | str | None = None
-    """Most device memory of a rank for the encoders, in bytes or as 24GB."""
+    """Maximum device memory of a rank for the encoders, in bytes or as 24GB."""
     dtype: Dtype | None = None
-    """Of the text and image encoders; null: that of their files."""
+    """Type of the text and image encoders; null: that of their files."""
     vae_dtype: Dtype | None = None
-    """Of the autoencoder; null: that of its files."""
+    """Type of the autoencoder; null: that of its files."""
     max_sequence_length: Positive | None = None
-    """Tokens of a text; null: the pipeline's own default."""
+    """Maximum number of tokens of a text; null: the pipeline's default."""
     long_prompts: Literal["cut", "refuse"] = "cut"
-    """What becomes of a text that is longer: cut, as pipelines do, or refuse.
-
-    Its row is named in either case.
-    """
+    """Treatment of longer texts: cut with a warning, or refuse."""
     posterior: Literal["sample", "mode"] = "sample"
-    """Latents are drawn from what the autoencoder gives (sample), or the likeliest ones (mode)."""
+    """Latents: drawn from the autoencoder's distribution (sample), or its mode."""
     seed: Count = 0
-    """Of these draws, together with the number of the item."""
+    """Seed of these draws, together with the number of the item."""
     last_frame: bool = False
-    """Of image to video: give the model the last frame of each video, too."""
+    """Image to video: true also gives the model the last frame of each video."""
     prompts: list[str] = Field(default_factory=list)
-    """Further texts whose embeddings are kept; that of the empty text always is."""
+    """Further texts to encode; the empty text always is."""
 
     @field_validator("device_memory_limit")
     @classmethod
@@ -385,49 +353,41 @@ class CacheConfig(Section):
 
 
 class SamplesConfig(Section):
-    """What a run draws with the model in training: before the first step, after the last, and in between.
+    """Samples drawn by the pipeline of ``model.source`` with the model in training.
 
-    The pipeline of ``model.source`` draws. What is null is the pipeline's own default.
+    A null key is the pipeline's default.
     """
 
     path_keys: ClassVar[frozenset[str]] = frozenset({"images"})
 
     prompts: Annotated[list[str], Field(min_length=1)]
-    """What is drawn with the model in training."""
+    """Texts of the samples."""
     images: list[str | Annotated[list[str], Field(min_length=1)]] | None = None
-    """For pipelines that start from pictures: for each prompt the file of one, or a list of files.
-
-    The picture that is edited, or a video's first frame, and in a list its last one. Such samples are drawn
-    one at a time.
-    """
+    """For each prompt the file of the picture to start from, or a list (to edit, or first and last frame)."""
     every: Count = 0
-    """Steps between samples; 0: at the start and the end alone."""
+    """Steps between samples; 0: only at the start and the end."""
     negative_prompt: str = ""
-    """What guidance leads away from."""
+    """Text that guidance leads away from."""
     steps: Positive = 28
-    """Steps of the pipeline for one sample."""
+    """Inference steps of a sample."""
     guidance: Annotated[float, Field(ge=0.0)] | None = None
-    """null: the pipeline's own.
-
-    It is the ``true_cfg_scale``, or the ``guidance_scale`` where the pipeline has no such or the transformer
-    embeds its guidance.
-    """
+    """The pipeline's ``true_cfg_scale``, or its ``guidance_scale``."""
     height: Positive | None = None
     """Pixels."""
     width: Positive | None = None
     """Pixels."""
     num_frames: Positive | None = None
-    """Of a video."""
+    """Frames of a video."""
     seed: Count = 0
-    """Of the noise: that of sample i is drawn from seed + i, the same every time."""
+    """Seed of the noise: sample i uses seed + i every time."""
     count: Positive = 1
-    """How often the prompts are gone through."""
+    """Samples of each prompt."""
     batch_size: Positive = 1
-    """Samples that are drawn at once."""
+    """Samples drawn at once."""
     with_ema: bool = False
     """true: draw with the averaged weights of the section ema."""
     fps: Positive = 16
-    """Frames a second at which videos are played."""
+    """Frames a second of written videos."""
 
     @model_validator(mode="after")
     def _one_for_each(self) -> SamplesConfig:
@@ -440,16 +400,16 @@ class SamplesConfig(Section):
 
 
 class TrainConfig(Section):
-    """All sections. A task takes some of ``media``, ``cache`` and ``samples``, and refuses the others."""
+    """All sections. A task uses some of ``media``, ``cache`` and ``samples`` and refuses the others."""
 
-    #: Sections that only some tasks take.
+    #: Sections that only some tasks use.
     of_tasks: ClassVar[tuple[str, ...]] = ("media", "cache", "samples")
 
     model: ModelConfig
     task: SerializeAsAny[TaskConfig]
     train: TrainingConfig
     output: OutputConfig
-    engine: EngineConfig = Field(default_factory=EngineConfig)  # each time: its engine may be another
+    engine: EngineConfig = Field(default_factory=EngineConfig)  # the default engine may change
     checkpoint: CheckpointConfig = CheckpointConfig()
     resume: Annotated[str, Field(min_length=1)] | None = None
     """auto: the newest checkpoint in the output directory, if there is one; or a path."""
@@ -463,27 +423,27 @@ class TrainConfig(Section):
 
     @property
     def engine_dtype(self) -> str | None:
-        """The type in which the engine keeps the model in this precision, if it has one, by name."""
+        """Name of the type in which the engine keeps the model at this precision, if it has one."""
         kept = self.engine.chosen().training_dtype(self.train.mixed_precision)
         return None if kept is None else str(kept).removeprefix("torch.")
 
     @property
     def trains_masters(self) -> bool:
-        """Whether ``model.dtype`` is what is computed in, and what is trained is held in fp32 nevertheless.
+        """True if trained weights are held in fp32 although ``model.dtype`` is bfloat16.
 
-        Steps of a common size are lost in weights of 16 bits, and the engine has no other masters than these.
+        Small steps are lost in weights of 16 bits, and the engine keeps no masters.
         """
         return self.model.dtype == "bfloat16" and self.engine.chosen().steps_parameters
 
     @property
     def precision(self) -> str:
-        """``train.mixed_precision``, or the mixed precision that ``model.dtype`` asks for."""
+        """``train.mixed_precision``, or the mixed precision that ``model.dtype`` implies."""
         return "bf16" if self.trains_masters else self.train.mixed_precision
 
     @property
     def dtype(self) -> str:
-        """The type in which the parameters are loaded, as the name of a ``torch.dtype``."""
+        """Name of the ``torch.dtype`` in which the parameters are loaded."""
         if self.trains_masters and self.lora is None:
             return "float32"
-        # An engine that keeps no dtype of its own casts when it gathers, from weights in full precision.
+        # Other engines cast when they gather, from weights in full precision.
         return self.model.dtype or self.engine_dtype or "float32"

@@ -1,7 +1,7 @@
-"""Reading the configuration of ``zerostart train``: one YAML file, with no key that is silently ignored.
+"""Read the configuration of ``zerostart train``: one YAML file, without unknown keys.
 
-``load_config(path, ["train.steps=10"])`` reads the file, applies the overrides and checks everything
-before a model or a process group exists.
+``load_config(path, ["train.steps=10"])`` reads the file, applies the overrides and checks everything before a
+model or a process group exists.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError, model_validator
 from zerostart.checkpoint.storage.files import read_small
 from zerostart.errors import CheckpointError, CheckpointNotFoundError, ConfigError, ReadError
 from zerostart.training.config.configuration import TrainConfig
-from zerostart.training.config.parsing import MAX_CHARACTERS, parsed_yaml
+from zerostart.training.config.parsing import MAX_CHARACTERS, parse_yaml
 from zerostart.training.loop.task import task_class
 
 
@@ -25,7 +25,6 @@ class _CheckedConfig(TrainConfig):
 
     @model_validator(mode="after")
     def _compatible(self) -> _CheckedConfig:
-        # After all sections by themselves: here each has the types that it says.
         _check_precision(self)
         _check_held_out(self)
         _check_output(self)
@@ -41,10 +40,9 @@ class _CheckedConfig(TrainConfig):
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
-    """The configuration in the YAML file ``path``, with each ``dotted.key=value`` override applied.
+    """Read the YAML file ``path`` and apply each ``dotted.key=value`` override, whose value is YAML.
 
-    A value is read as YAML, so that ``train.steps=10`` is a number. Raises :class:`ConfigError`, naming
-    the key and the nearest valid one.
+    Raises ConfigError that names the key and the nearest valid one.
     """
     try:
         text = read_small(str(path), 4 * MAX_CHARACTERS, "configuration").decode("utf-8")
@@ -53,21 +51,20 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
         raise ConfigError(f"cannot read the configuration {path}: {reason}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"the configuration {path} is not UTF-8 text: {error.reason}") from error
-    values = parsed_yaml(text, str(path))
+    values = parse_yaml(text, str(path))
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: a configuration is a mapping of sections, not {type(values).__name__}")
-    # On what was read, before anything is checked: an override may supply what is missing, or mend it.
+    # Before anything is checked: an override may supply a missing key or correct a wrong one.
     for override in overrides:
         _apply_override(values, override)
     return parse_config(values, where=str(path))
 
 
 def parse_config(values: dict[str, Any], where: str = "configuration") -> TrainConfig:
-    """``values`` (plain nested dictionaries) as a checked configuration; raises :class:`ConfigError`."""
+    """Check ``values`` (plain nested dictionaries); raises ConfigError."""
     task = values.get("task")
     if isinstance(task, dict) and isinstance(name := task.get("name"), str):
         try:
-            # The task's own module is imported here, for a name of a class of one's own as well.
             settings = task_class(name).Settings
         except ConfigError as error:
             raise ConfigError(f"{where}: task.name: {error}") from None
@@ -80,8 +77,8 @@ def _validated(kind: type[BaseModel], values: dict[str, Any], where: str, before
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        told = "; ".join(_explain(dict(problem), kind, before) for problem in error.errors())
-        raise ConfigError(f"{where}{told}") from None
+        problems = "; ".join(_explain(dict(problem), kind, before) for problem in error.errors())
+        raise ConfigError(f"{where}{problems}") from None
 
 
 def _apply_override(values: dict[str, Any], override: str) -> None:
@@ -92,7 +89,7 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
         )
     section = values
     *parents, leaf = key.split(".")
-    value = parsed_yaml(text, f"override {override!r}")
+    value = parse_yaml(text, f"override {override!r}")
     for parent in parents:
         inner = section.setdefault(parent, {})
         if not isinstance(inner, dict):
@@ -114,14 +111,14 @@ def _explain(problem: dict[str, Any], root: type[BaseModel], before: str) -> str
     if not location:
         return message
     value = repr(problem["input"])
-    # A section is long, and some messages have the value already.
+    # A section is too long to show, and some messages have the value already.
     given = "" if isinstance(problem["input"], dict) or value in message else f", not {value}"
     return f"{key}: {message}{given}"
 
 
 def _fields(location: Sequence[str], section: type[BaseModel]) -> list[str]:
     for part in location:
-        if part.isdecimal():  # one of a list of sections
+        if part.isdecimal():  # an entry of a list of sections
             continue
         annotation = section.model_fields[part].annotation
         kinds = (kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type))
@@ -133,7 +130,7 @@ def _fields(location: Sequence[str], section: type[BaseModel]) -> list[str]:
 
 
 def _check_precision(config: TrainConfig) -> None:
-    """Raise ValueError for types that the engine does not train in."""
+    """Raise ValueError for types in which the engine does not train."""
     engine, precision = config.engine.chosen(), config.train.mixed_precision
     if precision not in engine.precisions:
         raise ValueError(
@@ -154,10 +151,7 @@ def _check_precision(config: TrainConfig) -> None:
 
 
 def _check_held_out(config: TrainConfig) -> None:
-    """Raise ValueError for a held-out loss that is asked for where nothing is held out.
-
-    A task of somebody else that has no such key may hold examples out by itself.
-    """
+    """Raise ValueError if a held-out loss is asked for but nothing is held out."""
     saved, measured = config.checkpoint.every, config.train.evaluate_every
     if config.checkpoint.best and not (saved and measured and saved % measured == 0):
         raise ValueError(
@@ -169,39 +163,38 @@ def _check_held_out(config: TrainConfig) -> None:
         "train.evaluate_every": measured,
         "ema.evaluate": config.ema is not None and config.ema.evaluate,
     }
-    for key in (key for key, value in asked.items() if value):
-        if not getattr(config.task, "held_out", True):
-            raise ValueError(
-                f"{key} needs held-out examples, but there are none: set task.held_out, or leave it out"
-            )
+    # A task without the key may hold examples out by itself.
+    if not getattr(config.task, "held_out", True) and (
+        keys := [key for key, value in asked.items() if value]
+    ):
+        raise ValueError(
+            f"{keys[0]} needs held-out examples, but there are none: set task.held_out, or leave it out"
+        )
 
 
 def _check_output(config: TrainConfig) -> None:
     """Raise ValueError for sections that contradict each other in what is trained, averaged and saved."""
-    output, adapted = config.output, config.lora is not None
+    output, adapted, merge = config.output, config.lora is not None, config.output.merge
     part = adapted or output.trainable_only or output.format == "diffsynth"
+    partial = output.format is not None or output.trainable_only
     contradictions = {
-        "train.trainable and lora exclude each other: leave one of them out": (
-            adapted and config.train.trainable
-        ),
-        "output.merge merges a LoRA, but there is no section lora: leave it out": output.merge
-        and not adapted,
+        "train.trainable and lora exclude each other: leave one of them out": adapted
+        and config.train.trainable,
+        "output.merge merges a LoRA, but there is no section lora: leave it out": merge and not adapted,
         "output.merge is not available with ema, which saves averaged adapters: leave one of them out": (
-            output.merge and config.ema
+            merge and config.ema
         ),
         "output.format peft is for adapters, and there is no section lora: leave it out": (
             output.format == "peft" and not adapted
         ),
-        "output.merge saves a whole model: leave output.format and trainable_only out": (
-            output.merge and (output.format is not None or output.trainable_only)
-        ),
+        "output.merge saves a whole model: leave output.format and trainable_only out": merge and partial,
         "output.pipeline needs a whole model: set output.merge, or leave output.pipeline out": (
-            output.pipeline and not output.merge and part
+            output.pipeline and not merge and part
         ),
         "output.remove_prefix is for files of trained tensors: set output.trainable_only": (
-            output.remove_prefix and (output.merge or not part)
+            output.remove_prefix and (merge or not part)
         ),
     }
-    for told, found in contradictions.items():
+    for message, found in contradictions.items():
         if found:
-            raise ValueError(told)
+            raise ValueError(message)

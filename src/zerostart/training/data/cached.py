@@ -1,7 +1,7 @@
-"""Reading a cache of encoded items: no encoder, no file but its own, one item at a time.
+"""Read the items of a cache one by one, without encoders.
 
 A cache is a directory with one safetensors file for each item and each text, and an index of them,
-``zerostart.json``. The index says what the cache was made of, and for each file its length and SHA-256.
+``zerostart.json``: the facts that the cache was made from, and the length and SHA-256 of each file.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ FOLDER = "cache"
 
 
 def text_file(text: str) -> str:
-    """Return the name of the file of a text's embeddings."""
+    """Return the file name of a text's embeddings."""
     key = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
     return f"text-{key}.safetensors"
 
 
 def read_index(directory: Path) -> dict[str, Any] | None:
-    """Read the index of a cache; None where there is none.
+    """Read the index of a cache; None if the directory has none.
 
-    Raises ConfigError for a directory that is something else, CheckpointError for another version.
+    Raises ConfigError for a directory with a saved model, CheckpointError for another version.
     """
     found = documents(directory) if directory.is_dir() else []
     caches = [document for document in found if isinstance(document.get("cache"), dict)]
@@ -56,9 +56,9 @@ def read_index(directory: Path) -> dict[str, Any] | None:
 class CachedItems:
     """The items of an epoch, from the cache in ``directory``.
 
-    An item has tensors on the CPU named as diffusers' pipelines name them: ``latents`` ([C, H, W] of a
-    picture, [C, F, H, W] of a video, not packed), ``prompt_embeds`` [L, D], and what else its transformer
-    takes. Several processes may read it at once.
+    An item has tensors on the CPU with the names of diffusers' pipelines: ``latents`` ([C, H, W] of a
+    picture, [C, F, H, W] of a video, not packed), ``prompt_embeds`` [L, D], and other inputs of its
+    transformer. Several processes may read it at once.
     """
 
     def __init__(
@@ -69,15 +69,13 @@ class CachedItems:
     ) -> None:
         """Read the index; ``chosen`` are the files of the items, by default all, each once.
 
-        ``shares`` has the rows and the repeats of each data set. Raises CheckpointNotFoundError where no
-        cache is.
+        ``shares`` has the number of rows and repeats of each data set. Raises CheckpointNotFoundError if
+        there is no cache.
         """
         self.directory = Path(directory)
         document = read_index(self.directory)
         if document is None:
-            raise CheckpointNotFoundError(
-                f"{self.directory}: there is no cache here; make it with zerostart cache"
-            )
+            raise CheckpointNotFoundError(f"no cache in {self.directory}; make it with zerostart cache")
         self._files: dict[str, Any] = document["files"]
         self._shapes: dict[str, dict[str, list[int]]] = document["cache"]["items"]
         self.texts: tuple[str, ...] = tuple(document["cache"]["texts"])
@@ -88,27 +86,27 @@ class CachedItems:
         return len(self._names)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        """Read item ``index``. Raises IndexError, and ReadError, naming the file, for what is damaged."""
+        """Read item ``index``. Raises IndexError, and ReadError that names a damaged file."""
         if not 0 <= index < len(self):
             raise IndexError(f"item {index} of {len(self)}")
         return self._read(self._names[index])
 
     def digest(self) -> str:
-        """Return a digest of all items: equal for equal ones, wherever they are."""
+        """Return a digest of all items, independent of their directory."""
         hashed = hashlib.blake2b(repr(self.shares).encode(), digest_size=16)
         for name in self._names:
             hashed.update(bytes.fromhex(self._files[name]["sha256"]))
         return hashed.hexdigest()
 
     def shapes(self) -> Sequence[Hashable]:
-        """Return for each example the names and shapes of what has to be alike in a batch: all but texts."""
+        """Return a key for each example; those with equal keys fit in one batch (texts may differ)."""
         return [
             tuple((key, tuple(shape)) for key, shape in self._shapes[name].items() if key not in _TEXT)
             for name in self._names
         ]
 
     def prompt(self, text: str = "") -> dict[str, torch.Tensor]:
-        """Read the embeddings of ``text`` alone.
+        """Read the embeddings of ``text``.
 
         Raises ConfigError for a text that was not asked for when the cache was made, and ReadError.
         """
@@ -117,7 +115,7 @@ class CachedItems:
                 f"{self.directory} has no embeddings of the text {text!r}; name it in cache.prompts, and run "
                 "zerostart cache again: its items stay"
                 if self.texts
-                else f"{self.directory} has no embeddings of text alone: its encoders take pictures as well"
+                else f"{self.directory} has no embeddings of texts: its encoders need pictures too"
             )
         return self._read(text_file(text))
 

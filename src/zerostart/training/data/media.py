@@ -1,8 +1,8 @@
-"""Pictures and videos: files, decoding, the size they are brought to, and the frames that are taken.
+"""Pictures and videos: files, decoding, target sizes, and the choice of frames.
 
-Pictures are decoded by Pillow to upright red, green and blue of 8 bits. Videos are files that PyAV decodes,
-animations that Pillow decodes, and lists or directories of frames. Sizes and frames follow from headers and
-packets; pixels are decoded last.
+Pillow decodes pictures to upright red, green and blue of 8 bits. A video is a file that PyAV decodes, an
+animation that Pillow decodes, or a list or directory of frames. Sizes and frame numbers come from headers and
+packets, before pixels are decoded.
 """
 
 from __future__ import annotations
@@ -11,16 +11,14 @@ import hashlib
 import importlib
 import io
 import math
-import os
 import re
-import unicodedata
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -40,14 +38,14 @@ if TYPE_CHECKING:
 Color = tuple[int, int, int]  # red, green, blue
 Size = tuple[int, int]  # height, width
 
-#: Suffixes of the files that a directory is searched for. A picture named otherwise is what Pillow opens.
+#: Suffixes of the files that a directory is searched for. A table may name any picture that Pillow opens.
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 VIDEO_SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi", ".flv", ".wmv", ".m4v", ".mpg", ".mpeg")
 
-#: Step of the sides of standard sizes, in pixels, from `_SMALL` pixels on; below it is `multiple_of`.
-_STEP, _SMALL = 64, 512 * 512
+#: Step of the sides of standard sizes from `_SMALL_PIXELS` on, in pixels; below it is `multiple_of`.
+_STEP, _SMALL_PIXELS = 64, 512 * 512
 #: Largest ratio of the sides of a standard size.
-_LONGEST = 2
+_MAX_RATIO = 2
 #: EXIF tag of the camera's orientation, and its values for a picture that lies on its side.
 _ORIENTATION, _ON_ITS_SIDE = 0x0112, (5, 6, 7, 8)
 _WHITE = (255, 255, 255)
@@ -60,11 +58,6 @@ class MediaFile:
     name: str
     path: Path | None
     data: bytes | None = None
-
-    @property
-    def suffix(self) -> str:
-        """The suffix in lower case, with the dot."""
-        return Path(self.name).suffix.lower()
 
     def open(self) -> BinaryIO:
         """Open the file for reading; raises OSError."""
@@ -79,60 +72,31 @@ class MediaFile:
             return []
         found = [path for path in self.path.iterdir() if path.suffix.lower() in IMAGE_SUFFIXES]
         if not found:
-            suffixes = " ".join(IMAGE_SUFFIXES)
             raise ConfigError(
-                f"{self.name}: no frames in this directory; frames are files that end with {suffixes}"
+                f"{self.name}: no frames in this directory; frames are pictures ({' '.join(IMAGE_SUFFIXES)})"
             )
         return [MediaFile(str(path), path) for path in sorted(found, key=lambda path: _natural(path.name))]
 
     def state(self) -> list[tuple[int, int]] | str:
-        """Return size and modification time of the file, or of each frame; of bytes a digest.
+        """Return size and modification time of the file or of each frame; a digest of bytes.
 
-        Raises ConfigError for a file that is absent; it names one with a similar name.
+        Raises ConfigError for an absent file.
         """
         if self.path is None:
             return hashlib.blake2b(self.data or b"", digest_size=16).hexdigest()
         if not self.path.exists():
-            near = similar_path(self.path)
-            hint = "media.base is the directory to which names are relative" if near is None else near
-            raise ConfigError(f"{self.name}: no such file; {hint}")
+            raise ConfigError(f"{self.name}: no such file; names are relative to the directory media.base")
         found = [file.path.stat() for file in self.frames() or [self] if file.path is not None]
         return [(status.st_size, status.st_mtime_ns) for status in found]
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Return a key that sorts ``frame2`` before ``frame10``."""
+    """Return a sort key that puts ``frame2`` before ``frame10``."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
-def similar_path(path: Path) -> str | None:
-    """Return a hint at the existing path that differs from ``path`` in slashes, capitals or accents only."""
-    found = Path(path.anchor or ".")
-    for part in Path(str(path).replace("\\", "/")).parts[bool(path.anchor) :]:
-        there = os.path.lexists(found / part)
-        name = part if there else _entries(found).get(_folded(part))
-        if name is None:
-            return None
-        found /= name
-    return f"did you mean {found}? (slashes, capitals and accents have to be the same)"
-
-
-@lru_cache(maxsize=64)  # many rows may name files of one folder
-def _entries(folder: Path) -> dict[str, str]:
-    """Return the names in a folder by how they look without capitals; none of what cannot be listed."""
-    try:
-        names = sorted(entry.name for entry in folder.iterdir())
-    except OSError:
-        return {}
-    return {_folded(name): name for name in names}
-
-
-def _folded(name: str) -> str:
-    return unicodedata.normalize("NFC", name).casefold()
-
-
 def import_decoder(module: str) -> ModuleType:
-    """Import a module of Pillow, PyAV or NumPy; raises ConfigError where it is not installed."""
+    """Import a module of Pillow, PyAV or NumPy; raises ConfigError if it is not installed."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -144,16 +108,16 @@ def import_decoder(module: str) -> ModuleType:
 
 @contextmanager
 def _readable(file: MediaFile, what: str) -> Iterator[None]:
-    """Raise ConfigError that names ``file`` for any error of the library that decodes it."""
+    """Convert any error of a decoding library to a ConfigError that names ``file``."""
     try:
         yield
-    except (ConfigError, MemoryError):  # the latter is not the file's fault
+    except (ConfigError, MemoryError):  # running out of memory is not the file's fault
         raise
     except Exception as error:  # of many types, which differ between versions
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(
-            f"{file.name} cannot be read as {what} ({reason}): the file is damaged, or of a format "
-            "that the library does not know; replace it, or remove its row from the table"
+            f"{file.name} cannot be read as {what} ({reason}): the file is damaged or has an unknown format; "
+            "replace it, or remove its row from the table"
         ) from error
 
 
@@ -180,41 +144,28 @@ def rgb_image(file: MediaFile, background: Color) -> Image:
 
 
 def _rgb(image: Image, background: Color) -> Image:
-    """Convert to mode RGB, transparent parts over ``background``; raises ValueError for an unknown range."""
-    if image.mode.startswith("I"):
-        image = _eight_bits(image)
-    if image.mode == "F":
-        raise ValueError("its pixels are floating-point numbers, whose range is unknown")
+    """Convert to mode RGB, with ``background`` under transparent parts."""
+    pillow = import_decoder("PIL.Image")
+    if image.mode.startswith(("I", "F")):
+        values = import_decoder("numpy").asarray(image)
+        if image.mode == "F" or values.min() < 0 or values.max() > 65535:
+            raise ValueError(f"pixels of mode {image.mode} with more than 16 bits have no known range")
+        # Half of the divisor is added to round to the nearest.
+        image = pillow.fromarray(((values.astype("int64") * 255 + 32767) // 65535).astype("uint8"))
     if not image.has_transparency_data:
         return image.convert("RGB")
-    pillow = import_decoder("PIL.Image")
     layer = image.convert("RGBA")
-    # `convert` to RGB would show the colour that lies under transparent pixels.
+    # `convert` to RGB would show the colour of transparent pixels.
     return pillow.alpha_composite(pillow.new("RGBA", layer.size, (*background, 255)), layer).convert("RGB")
 
 
-def _eight_bits(image: Image) -> Image:
-    values = import_decoder("numpy").asarray(image).astype("int64")
-    if values.min() < 0 or values.max() > 65535:
-        raise ValueError("its pixels have 32 bits, whose range is unknown")
-    # Half of the divisor is added to round to the nearest.
-    return import_decoder("PIL.Image").fromarray(((values * 255 + 32767) // 65535).astype("uint8"))
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """The presentation time of each frame and of the end, in seconds after the first frame.
-
-    Where nothing tells times ``starts`` are the numbers of the frames, and ``end`` is None.
-    """
-
-    starts: Sequence[Fraction]
-    end: Fraction | None
+#: The time of each frame in seconds after the first one, and the time of the end. Without times in the file:
+#: the numbers of the frames, and None.
+Timeline = tuple[Sequence[Fraction], Fraction | None]
 
 
 def _timeline(count: int, rate: Fraction | None) -> Timeline:
-    starts = [index / (rate or Fraction(1)) for index in range(count)]
-    return Timeline(starts, count / rate if rate else None)
+    return [index / (rate or Fraction(1)) for index in range(count)], count / rate if rate else None
 
 
 class Clip(ABC):
@@ -224,11 +175,11 @@ class Clip(ABC):
 
     @abstractmethod
     def timeline(self, seconds: Fraction | None, most: int | None) -> Timeline:
-        """Return the times of all frames, or up to ``seconds``, or of ``most``. Raises ConfigError."""
+        """Return the times of at least the frames up to ``seconds``, or of ``most``. Raises ConfigError."""
 
     @abstractmethod
     def pictures(self, indices: Sequence[int]) -> Iterator[Image]:
-        """Decode the frames with these numbers, which never fall, in mode RGB. Raises ConfigError."""
+        """Decode the frames with these ascending numbers in mode RGB. Raises ConfigError."""
 
 
 def open_clip(files: Sequence[MediaFile], background: Color) -> Clip:
@@ -236,7 +187,7 @@ def open_clip(files: Sequence[MediaFile], background: Color) -> Clip:
     first = files[0]
     if stills := files if len(files) > 1 else first.frames():
         return _Stills(stills, background)
-    if first.suffix not in IMAGE_SUFFIXES:
+    if Path(first.name).suffix.lower() not in IMAGE_SUFFIXES:
         return _Stream(first)
     with _open_image(first) as image:
         # The second picture of an MPO is the same one for the other eye.
@@ -277,7 +228,7 @@ class _Animation(Clip):
                 image.seek(index)
                 starts.append(starts[-1] + Fraction(image.info.get("duration", 0)) / 1000)
         *starts, end = starts
-        return Timeline(starts, end) if end else _timeline(self._count, None)
+        return (starts, end) if end else _timeline(self._count, None)
 
     def pictures(self, indices: Sequence[int]) -> Iterator[Image]:
         with _open_image(self._file) as image:
@@ -314,10 +265,10 @@ class _Stream(Clip):
                 yield container, stream
 
     def timeline(self, seconds: Fraction | None, most: int | None) -> Timeline:
+        shown: list[tuple[int, int]] = []
+        untimed, begin, beyond = 0, math.inf, math.inf
         with self._open() as (container, stream):
             base, rate = stream.time_base, stream.average_rate or stream.guessed_rate
-            shown: list[tuple[int, int]] = []
-            untimed, begin, beyond = 0, math.inf, math.inf
             for packet in container.demux(stream):
                 # An empty packet ends the stream, and one that is to be discarded is never shown.
                 if not packet.size or packet.is_discard:
@@ -327,8 +278,8 @@ class _Stream(Clip):
                 if packet.pts is None:
                     untimed += 1
                     continue
-                begin = min(begin, packet.pts)
                 shown.append((packet.pts, packet.duration or 0))
+                begin = min(begin, packet.pts)
                 if seconds is not None and (packet.pts - begin) * base >= seconds:
                     beyond = min(beyond, packet.pts)
                 # Packets come in the order of decoding: no later one is shown before this one's dts.
@@ -338,13 +289,13 @@ class _Stream(Clip):
         if untimed or not shown:
             return _timeline(untimed + len(shown), rate)
         starts = [(time - shown[0][0]) * base for time, _ in shown]
-        # Containers round times to their own unit: a constant rate is taken exactly.
+        # Containers round times to their own unit: a constant rate is restored exactly.
         if rate is not None:
             near = min(base, 1 / (4 * rate))
             if all(abs(start - index / rate) <= near for index, start in enumerate(starts)):
                 return _timeline(len(starts), rate)
         last = shown[-1][1] * base or (1 / rate if rate else Fraction(0))
-        return Timeline(starts, starts[-1] + last)
+        return starts, starts[-1] + last
 
     def pictures(self, indices: Sequence[int]) -> Iterator[Image]:
         with self._open() as (container, stream):
@@ -375,9 +326,8 @@ def picked_frames(clip: Clip, config: DatasetConfig, most: int) -> list[int]:
     # By way of its text: 23.976 means 23976/1000, and not the float next to it.
     rate = None if config.frame_rate is None else Fraction(str(config.frame_rate))
     seconds = None if rate is None else config.num_frames / rate
-    timeline = clip.timeline(seconds, None if even or rate is not None else config.num_frames)
-    starts = timeline.starts
-    available = math.floor(timeline.end * rate) if rate and timeline.end is not None else len(starts)
+    starts, end = clip.timeline(seconds, None if even or rate is not None else config.num_frames)
+    available = math.floor(end * rate) if rate and end is not None else len(starts)
     factor, remainder = config.time_division_factor, config.time_division_remainder
     count = min(available, most)
     count -= (count - remainder) % factor
@@ -389,7 +339,7 @@ def picked_frames(clip: Clip, config: DatasetConfig, most: int) -> list[int]:
         )
     if even:
         return [_nearest(starts, index * starts[-1] / max(count - 1, 1)) for index in range(count)]
-    if rate is None or timeline.end is None:
+    if rate is None or end is None:
         return list(range(count))
     return [_nearest(starts, index / rate) for index in range(count)]
 
@@ -434,11 +384,11 @@ def target_size(size: Size, config: DatasetConfig) -> Size:
 def standard_sizes(max_pixels: int, multiple_of: int) -> tuple[Size, ...]:
     """Return sizes from 1:2 to 2:1, the widest for each height; raises ConfigError if there is none."""
     # Each size is a batch shape of its own, so there should be few.
-    step = math.lcm(_STEP, multiple_of) if max_pixels >= _SMALL else multiple_of
+    step = math.lcm(_STEP, multiple_of) if max_pixels >= _SMALL_PIXELS else multiple_of
     sizes = []
-    for height in range(step, math.isqrt(max_pixels * _LONGEST) + 1, step):
+    for height in range(step, math.isqrt(max_pixels * _MAX_RATIO) + 1, step):
         width = max_pixels // height // step * step
-        if width and max(height, width) <= _LONGEST * min(height, width):
+        if width and max(height, width) <= _MAX_RATIO * min(height, width):
             sizes.append((height, width))
     if not sizes:
         raise ConfigError(
@@ -473,75 +423,54 @@ def fitted(picture: Image, target: Size) -> Image:
     return picture.crop((left, top, left + target_width, top + target_height))
 
 
-@dataclass(frozen=True)
-class ColumnMedia:
-    """What one column gives an item: the shape of its tensors, and a function that decodes them."""
+def decode_row(
+    columns: Sequence[Column], files: Mapping[str, Sequence[MediaFile]], config: DatasetConfig
+) -> dict[str, torch.Tensor | list[torch.Tensor]]:
+    """Decode the ``files`` of a row by column; a picture or video that the row lacks is absent.
 
-    shape: Hashable
-    tensors: Callable[[], torch.Tensor | list[torch.Tensor]]
-
-
-def media_of_row(
-    columns: Sequence[Column],
-    files: Mapping[str, Sequence[MediaFile]],
-    config: DatasetConfig,
-    in_column: Callable[[Column, Callable[[], Any]], Any],
-) -> dict[str, ColumnMedia]:
-    """Return what the ``files`` of a row give, by column; a picture or video that the row lacks is absent.
-
-    The first of ``columns`` with files that has no size of its own gives the item its size. All videos of
-    that size have equally many frames. Raises ConfigError, by ``in_column``.
+    The first of ``columns`` with files that has no size of its own determines the size of the item. All
+    videos of that size have equally many frames. Raises ConfigError.
     """
     # A column of several pictures is also there when it is empty: as an empty list.
     present = [column for column in columns if files[column.name] or column.kind == "images"]
     clips = {
-        column.name: in_column(column, partial(open_clip, files[column.name], config.background))
+        column.name: open_clip(files[column.name], config.background)
         for column in present
         if column.kind == "video"
     }
 
     def sizes(column: Column) -> list[Size]:
-        if column.name in clips:
-            return [clips[column.name].size]
-        return [image_size(file) for file in files[column.name]]
+        clip = clips.get(column.name)
+        return [clip.size] if clip else [image_size(file) for file in files[column.name]]
 
-    def media(column: Column) -> ColumnMedia:
-        if column.own_size or size is None:
-            targets = [target_size(one, config) for one in sizes(column)]
-        else:
-            targets = [size] * len(files[column.name])
+    def decode(column: Column) -> torch.Tensor | list[torch.Tensor]:
+        own = None if column.own_size else shared
+        targets = [own or target_size(size, config) for size in sizes(column)]
         if column.kind == "video":
-            clip, most = clips[column.name], config.num_frames if column.own_size else frames
-            indices = picked_frames(clip, config, most)
-            load = partial(_video, clip, targets[0], indices)
-            return ColumnMedia((3, len(indices), *targets[0]), load)
-        several = partial(_pictures, files[column.name], targets, config.background)
-        if column.kind == "images":
-            return ColumnMedia(tuple((3, *target) for target in targets), several)
-        return ColumnMedia((3, *targets[0]), lambda: several()[0])
+            most = config.num_frames if column.own_size else frames
+            clip = clips[column.name]
+            return _decode_video(clip, targets[0], picked_frames(clip, config, most))
+        found = [
+            _pixels(fitted(rgb_image(file, config.background), target))
+            for file, target in zip(files[column.name], targets, strict=True)
+        ]
+        return found if column.kind == "images" else found[0]
 
-    size: Size | None = None
-    frames = config.num_frames
-    # Size and frames come before any column is decoded: each depends on the others' files.
+    # Size and number of frames depend on all columns, so they are known before one is decoded.
     sharing = [column for column in present if not column.own_size]
-    if (leading := next((column for column in sharing if files[column.name]), None)) is not None:
-        size = in_column(leading, lambda: target_size(sizes(leading)[0], config))
+    leading = next((column for column in sharing if files[column.name]), None)
+    shared = None if leading is None else target_size(sizes(leading)[0], config)
+    frames = config.num_frames
     for column in sharing:
         if column.name in clips:
-            frames = len(in_column(column, partial(picked_frames, clips[column.name], config, frames)))
-    return {column.name: in_column(column, partial(media, column)) for column in present}
+            frames = len(picked_frames(clips[column.name], config, frames))
+    return {column.name: decode(column) for column in present}
 
 
-def _pictures(files: Sequence[MediaFile], targets: Sequence[Size], background: Color) -> list[torch.Tensor]:
-    found = [rgb_image(file, background) for file in files]
-    return [_pixels(fitted(picture, target)) for picture, target in zip(found, targets, strict=True)]
-
-
-def _video(clip: Clip, target: Size, indices: Sequence[int]) -> torch.Tensor:
+def _decode_video(clip: Clip, target: Size, indices: Sequence[int]) -> torch.Tensor:
     frames = torch.empty((len(indices), 3, *target), dtype=torch.uint8, device="cpu")
     for place, picture in enumerate(clip.pictures(indices)):
         frames[place] = _pixels(fitted(picture, target))
-    # Filled frame by frame, and turned to [3, F, H, W] at the end, as encoders take it.
     return frames.transpose(0, 1).contiguous()
 
 
@@ -596,5 +525,5 @@ def sample_texts(settings: SamplesConfig) -> tuple[list[str], list[str]]:
 def _sample_picture(name: str) -> Image:
     path = expanded(name)
     if not path.is_file():
-        raise ConfigError(f"samples.images: {path}: no such file; {similar_path(path) or 'correct the name'}")
+        raise ConfigError(f"samples.images: {path}: no such file")
     return rgb_image(MediaFile(str(path), path), _WHITE)

@@ -1,4 +1,4 @@
-"""The section ``media`` of a training configuration: which pictures and videos, and in what size."""
+"""The section ``media`` of a training configuration: data sets of pictures and videos, and their sizes."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ class ColumnConfig(Section):
     """A column of the table whose cells name files."""
 
     column: str | None = None
-    """Its name in the table; null: that in the items."""
+    """Name in the table; null: that in the items."""
     kind: Kind | None = None
-    """What a cell names: image, images (a list of any number), video; null: as `KNOWN_COLUMNS` says."""
+    """Content of a cell: image, images (a list), video; null: as `KNOWN_COLUMNS` says."""
     size: Fitted | None = None
-    """The size it is cropped to: item (of the item's video or image), own; null: as `KNOWN_COLUMNS` says."""
+    """Target size: item (that of the item's video or image), own; null: as `KNOWN_COLUMNS` says."""
 
 
 @dataclass(frozen=True)
 class Column:
     """A column of files: ``column`` in the table, ``name`` in the items.
 
-    ``own_size``: each of its pictures has a size for itself.
+    ``own_size``: each of its pictures has its own size, independent of the item's.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Column:
     own_size: bool
 
 
-#: What the tasks know: in an item by these names, with their kinds and sizes.
+#: Names of media in an item, with their kinds and sizes.
 KNOWN_COLUMNS: dict[str, tuple[Kind, Fitted]] = {
     "video": ("video", "item"),
     "image": ("image", "item"),
@@ -51,75 +51,64 @@ KNOWN_COLUMNS: dict[str, tuple[Kind, Fitted]] = {
 }
 
 
-#: Columns of texts and of files that other tools' tables have, where the table has none of ours.
+#: Columns of texts and of files in tables of other tools.
 TEXT_COLUMNS = ("caption", "text")
 FILE_COLUMN = "file_name"
 
 
 class DatasetConfig(Section):
-    """One of several data sets, with what it has otherwise than the section ``media`` says for all."""
+    """One of several data sets; its keys override those of the section ``media``."""
 
     path_keys: ClassVar[frozenset[str]] = frozenset({"source", "base"})
 
     source: str
-    """A table (.csv, .json, .jsonl), or a directory of pictures and texts.
+    """A table (.csv, .json, .jsonl), a directory of pictures and texts or with a metadata table, or hf:NAME.
 
-    Also a directory with a ``metadata`` table in it, one that Hugging Face ``datasets`` saved, or ``hf:NAME``
-    for a dataset that it loads.
+    A directory that Hugging Face ``datasets`` saved is read too.
     """
     base: str | None = None
-    """What names of files are relative to; null: the table's directory."""
+    """Directory that file names are relative to; null: that of the table."""
     split: str = "train"
-    """The part of a dataset of Hugging Face that is taken."""
+    """Split of a Hugging Face dataset."""
     prompt: str | None = "prompt"
-    """The column of texts; null: there are none.
-
-    Where a table has no column ``prompt``, ``caption`` or ``text`` is it.
-    """
+    """Column of texts (without ``prompt`` in the table also ``caption`` or ``text``); null: no texts."""
     caption_prefix: str = ""
-    """Put before each text, as it is: a word that stands for what is learnt, with its comma."""
+    """Prefix of each text, such as a trigger word with its comma."""
     columns: dict[str, str | ColumnConfig] = Field(default_factory=dict)
-    """Which columns name files, by their names in the items; without it those of `KNOWN_COLUMNS` do.
-
-    A table that has none of these may have ``file_name``, of pictures or of videos.
-    """
+    """Columns of files by their names in the items; empty: those of `KNOWN_COLUMNS`, or file_name."""
     items: Count = 0
-    """How many rows are taken; 0: all."""
+    """Number of rows to use; 0: all."""
     height: Positive | None = None
-    """Pixels; null: by max_pixels and buckets."""
+    """Height in pixels; null: by max_pixels and buckets."""
     width: Positive | None = None
-    """Pixels."""
+    """Width in pixels."""
     max_pixels: Positive = 1024 * 1024
-    """Most pixels of a size that is chosen for each picture."""
+    """Maximum number of pixels of a size that is chosen for each picture."""
     multiple_of: Positive = 16
     """All sizes are multiples of this number of pixels."""
     buckets: Literal["own", "standard"] | list[tuple[Positive, Positive]] = "own"
-    """own, standard, or a list of sizes [height, width].
-
-    ``standard`` are sizes of about ``max_pixels`` from 1:2 to 2:1; ``own`` is each picture's own size, scaled
-    down to ``max_pixels`` where it has more.
-    """
+    """own (at most max_pixels), standard (max_pixels, 1:2 to 2:1), or a list of sizes [height, width]."""
     num_frames: Positive = 81
-    """Most frames of a video. A shorter one gives the largest number that time_division_factor allows."""
+    """Maximum number of frames; a shorter video gives the largest number that time_division_factor allows."""
     time_division_factor: Positive = 4
-    """The number of frames, divided by this, leaves time_division_remainder."""
+    """Number of frames modulo this is time_division_remainder."""
     time_division_remainder: Count = 1
     """See time_division_factor."""
     frame_rate: Annotated[float, Field(gt=0.0)] | None = None
-    """Frames a second, picked by their times; null: frames are taken as they follow."""
+    """Frames a second, picked by their times; null: consecutive frames."""
     frames: Literal["first", "even"] = "first"
-    """The first frames of a video, or some in even distances from its first to its last."""
+    """first: the first frames; even: evenly spaced frames from the first to the last."""
     background: tuple[Count, Count, Count] = (255, 255, 255)
-    """Red, green and blue (0 to 255) of transparent parts."""
+    """Red, green and blue (0 to 255) under transparent parts."""
     repeats: Positive = 1
-    """How often an epoch goes over the rows."""
+    """Passes over the rows in an epoch."""
 
     @model_validator(mode="after")
     def _sizes(self) -> DatasetConfig:
         if (self.height is None) != (self.width is None):
             raise ValueError("height and width go together: give both, or none and max_pixels")
         if self.height is not None and self.buckets != "own":
-            raise ValueError("buckets has no meaning beside height and width; leave one out")
+            raise ValueError("buckets has no meaning together with height and width; leave one out")
         if self.buckets == []:
             raise ValueError("buckets is empty; list sizes [height, width], or write own or standard")
         sizes = [] if isinstance(self.buckets, str) else self.buckets
@@ -169,23 +158,14 @@ class MediaConfig(DatasetConfig):
     """Pictures and videos to train on.
 
     A picture is scaled until it covers its target, and cropped around its centre. The target is ``height``
-    by ``width``; without them what is nearest to its own shape among ``buckets``.
+    by ``width``, or the one of ``buckets`` whose shape is nearest.
     """
 
-    source: str = ""
-    """A table (.csv, .json, .jsonl), or a directory of pictures and texts.
-
-    Also a directory with a ``metadata`` table in it, one that Hugging Face ``datasets`` saved, or ``hf:NAME``
-    for a dataset that it loads.
-    """
+    source: str = Field("", description=DatasetConfig.model_fields["source"].description)
     datasets: list[DatasetConfig] = Field(default_factory=list)
-    """Several data sets, in the place of ``source``: a list of sections with keys of this one.
-
-    What one leaves out it has from this section. An epoch goes over each as often as its ``repeats`` say, and
-    all are shuffled together.
-    """
+    """Several data sets instead of ``source``; a key that one leaves out it has from this section."""
     workers: Count = 0
-    """Processes that decode, beside each rank; 0: the rank itself does."""
+    """Decoding processes of each rank; 0: the rank decodes itself."""
 
     @model_validator(mode="before")
     @classmethod
@@ -206,9 +186,9 @@ class MediaConfig(DatasetConfig):
 
     @property
     def sets(self) -> tuple[DatasetConfig, ...]:
-        """The data sets; the section itself where it is one."""
+        """The data sets; the section itself if it has a source."""
         return tuple(self.datasets) or (self,)
 
     def comparable(self, without: frozenset[str] = frozenset()) -> dict[str, Any]:
-        """Paths of the data sets are left out, too."""
+        """Return the values without the paths of the data sets."""
         return {**super().comparable(without), "datasets": [one.comparable() for one in self.datasets]}

@@ -1,8 +1,7 @@
-"""What a family of diffusion transformers is: how it is called, and in what units its flow is.
+"""Families of diffusion transformers: their calls, the units of their flow and the layout of their latents.
 
 Everywhere else time ``t`` goes from 0 (the data) to 1 (noise), latents at it are ``(1 - t) * data + t *
-noise``, and the velocity is ``noise - data``; what a transformer wants in their place, and how its latents
-lie, is here.
+noise``, and the velocity is ``noise - data``. A family converts from and to these.
 """
 
 from __future__ import annotations
@@ -21,62 +20,62 @@ from zerostart.training.diffusion.encoder import Encoder
 
 #: One example.
 Tensors = Mapping[str, torch.Tensor]
-#: What goes with latents in one batch: tensors, lists of those that differ in length, or a number for all.
+#: Inputs next to the latents of a batch: tensors, lists of tensors of different lengths, or one number.
 Conditions = dict[str, Any]
 
 
 class Family(ABC):
-    """A transformer by its ``config``, with the ``index`` of its pipeline, where it is of one."""
+    """A transformer by its ``config``; ``guidance`` is for transformers that were distilled for it."""
 
     name: ClassVar[str]
-    #: What the transformer takes for time 1.
+    #: The transformer's timestep at time 1.
     unit: ClassVar[float] = 1.0
-    #: diffusers' classes of transformers that are of the family.
+    #: diffusers' classes of transformers in the family.
     classes: ClassVar[frozenset[str]]
     #: The encoder of examples for each class of its pipelines.
     encoders: ClassVar[Mapping[str, type[Encoder]]]
-    #: The shift of training: of times ``u`` that are drawn, ``shift * u / (1 + (shift - 1) * u)`` is taken.
+    #: The shift of training: a drawn time ``u`` becomes ``shift * u / (1 + (shift - 1) * u)``.
     shift: ClassVar[float]
-    #: What an example may have beside ``latents``, and which of it has to be there.
+    #: Tensors that an example may have next to ``latents``, and those that it must have.
     keys: ClassVar[frozenset[str]] = frozenset({"prompt_embeds"})
     required: ClassVar[frozenset[str]] = frozenset({"prompt_embeds"})
-    #: At most so many pictures to start from: ``image_latents.0``, ``image_latents.1`` and so on.
+    #: Maximum number of pictures to start from: ``image_latents.0``, ``image_latents.1`` and so on.
     most_images: ClassVar[int] = 0
-    #: Patterns of the parameters that no loss reaches, which are not trained.
+    #: Patterns of parameters that get no gradient and are not trained.
     untrained: ClassVar[tuple[str, ...]] = ()
-    #: The models of its pipelines that make pictures of latents.
+    #: The models of its pipelines that decode latents.
     decoders: ClassVar[tuple[str, ...]] = ("vae",)
-    #: Whether texts of different lengths may be in one batch, padded and masked.
+    #: True if texts of different lengths may be in one batch, padded and masked.
     masked: ClassVar[bool] = False
 
-    def __init__(self, config: Mapping[str, Any]) -> None:
+    def __init__(self, config: Mapping[str, Any], guidance: float = 1.0) -> None:
         self.config = config
+        self.guidance = guidance
 
     @property
     def hidden_size(self) -> int | None:
-        """The width of the transformer."""
+        """Width of the transformer."""
         heads, size = self.config.get("num_attention_heads"), self.config.get("attention_head_dim")
-        # None where the configuration of a class names its width otherwise: such a family overrides this.
+        # A family whose configuration names its width otherwise overrides this.
         return heads * size if heads and size else None
 
     @abstractmethod
     def tokens(self, shape: Sequence[int]) -> int:
-        """How many tokens latents of ``shape`` (without a batch) are."""
+        """Return the number of tokens of latents of ``shape`` (without a batch)."""
 
     def shift_at(self, tokens: int) -> float:
-        """The shift for so many tokens, as the family's pipeline has it. Raises ConfigError without one."""
+        """Return the pipeline's shift for this number of tokens. Raises ConfigError if it has none."""
         raise ConfigError(
             f"task.shift: {self.name} has no shift by resolution; give a number, or leave it out"
         )
 
     def schedule(self, shift: float) -> torch.Tensor:
-        """The 1000 times, from noise on, that DiffSynth trains at."""
-        # From exactly 1 down to just above 0: the end itself, where an example has no noise, is not among
-        # them.
+        """Return the 1000 times, from noise on, at which DiffSynth trains."""
+        # From exactly 1 down to just above 0.
         return shifted(torch.linspace(1.0, 0.0, 1001, device="cpu")[:-1], shift)
 
     def conditions(self, items: Sequence[Tensors]) -> Conditions:
-        """What goes with the latents of ``items``, as one batch. Raises ConfigError for what is amiss."""
+        """Return the inputs next to the latents of ``items``, as one batch. Raises ConfigError."""
         names = items[0].keys() - {"latents", "index"}
         images = {f"image_latents.{number}" for number in range(self.most_images)}
         for item in items:
@@ -89,29 +88,27 @@ class Family(ABC):
                 )
             if missing := sorted(self.required - own):
                 raise ConfigError(f"an example has no {missing[0]}, which {self.name} needs")
-            # One call of the transformer takes the batch: a condition that only some examples have could not
-            # be passed.
+            # One call of the transformer takes the batch, so all examples have the same inputs.
             if own != names:
                 raise ConfigError(
                     "examples of one batch do not have the same tensors: only some have "
                     f"{', '.join(sorted(own ^ names))}"
                 )
-        # Sorted, for a set of names has another order in each process, and ranks are to build the same call.
+        # Sorted: a set has another order in each process, and ranks must build the same call.
         return {name: self._joined(name, [item[name] for item in items]) for name in sorted(names)}
 
     def check(self, item: Tensors) -> None:
-        """Raise ConfigError for an example that the transformer cannot take, before anybody calls it."""
+        """Raise ConfigError for an example that the transformer cannot take."""
         return
 
     def _joined(self, name: str, parts: list[torch.Tensor]) -> object:
-        """One key of all examples: stacked, [batch, ...]; texts that are masked are padded first."""
-        # A number (the frame rate, say) has no length and is never padded.
+        """Stack one key of all examples, [batch, ...]; masked texts are padded first."""
+        # A number, such as the frame rate, has no length and is never padded.
         lengths = [len(part) for part in parts if part.ndim]
         if self.masked and name in ("prompt_embeds", "prompt_embeds_mask") and len(set(lengths)) > 1:
             most = max(lengths)
-            # Zeros at the end of the first axis, the tokens. `pad` counts axes from the last one: a pair of
-            # zeros for each of the others comes first. A mask padded alike hides what was added to the
-            # embeddings.
+            # Zeros at the end of the first axis, the tokens; `pad` counts axes from the last one. The mask is
+            # padded alike, and hides the padding.
             parts = [pad(part, (*(0, 0) * (part.ndim - 1), 0, most - len(part))) for part in parts]
         shapes = {tuple(part.shape) for part in parts}
         if len(shapes) > 1:
@@ -124,44 +121,38 @@ class Family(ABC):
 
     @abstractmethod
     def velocity(
-        self,
-        model: nn.Module,
-        latents: torch.Tensor,
-        t: torch.Tensor,
-        conditions: Conditions,
-        guidance: float,
+        self, model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions: Conditions
     ) -> torch.Tensor:
-        """The velocity that ``model`` predicts for ``latents`` ([batch, ...]) at times ``t`` ([batch]).
+        """Return the velocity that ``model`` predicts for ``latents`` at times ``t`` ([batch]).
 
-        Floating tensors of ``conditions`` and ``latents`` are in the dtype of the model; ``t`` is float32.
-        ``guidance`` is passed to transformers that were distilled for it. Shaped as ``latents``.
+        Floating tensors of ``conditions`` and ``latents`` ([batch, ...]) are in the dtype of the model, ``t``
+        in float32. The result is shaped as ``latents``.
         """
 
     def stand_ins(self) -> Mapping[str, Callable[..., object]]:
-        """What its pipeline gets in the place of models of its own, to draw texts that are encoded."""
+        """Return replacements for models that its pipeline does not need for encoded texts, by name."""
         return {}
 
     def trained(self, values: torch.Tensor, conditions: Conditions) -> torch.Tensor:
-        """The part of ``values`` (shaped as the latents) that a loss is of: what is not given beforehand."""
+        """Return the part of ``values`` (shaped as the latents) that enters the loss: not given frames."""
         return values
 
     def images(self, conditions: Conditions) -> list[torch.Tensor]:
-        """The latents of the pictures that an example starts from, in their order, each [batch, ...]."""
+        """Return the latents of the pictures to start from, in their order, each [batch, ...]."""
         found: list[torch.Tensor] = []
-        # Numbers have no gaps: the first that is absent ends the list.
         while (image := conditions.get(f"image_latents.{len(found)}")) is not None:
             found.append(image)
         return found
 
 
 def shifted(u: torch.Tensor, shift: float) -> torch.Tensor:
-    """Times ``u``, moved towards noise."""
+    """Move times ``u`` towards noise."""
     return shift * u / (1 + (shift - 1) * u)
 
 
 def linear_shift(tokens: int, least: int, most: int, low: float, high: float) -> float:
-    """The shift whose logarithm is ``low`` at ``least`` tokens, ``high`` at ``most``, and linear."""
-    # Schedulers of diffusers keep this logarithm and call it mu; a shift here is always its exponential.
+    """Return the shift whose logarithm is linear: ``low`` at ``least`` tokens, ``high`` at ``most``."""
+    # diffusers' schedulers call this logarithm mu.
     return exp(low + (high - low) * (tokens - least) / (most - least))
 
 
@@ -172,11 +163,11 @@ class Packed(Family):
     """
 
     def tokens(self, shape: Sequence[int]) -> int:
-        """2 by 2 latents each."""
+        """Return the number of patches of 2 by 2 latents."""
         return shape[-2] // 2 * (shape[-1] // 2)
 
     def check(self, item: Tensors) -> None:
-        """Sides have to be even. Raises ConfigError."""
+        """Raise ConfigError for odd sides."""
         for name, value in item.items():
             if name == "latents" or name.startswith("image_latents."):
                 height, width = value.shape[-2:]
@@ -187,46 +178,36 @@ class Packed(Family):
                     )
 
     def velocity(
-        self,
-        model: nn.Module,
-        latents: torch.Tensor,
-        t: torch.Tensor,
-        conditions: Conditions,
-        guidance: float,
+        self, model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions: Conditions
     ) -> torch.Tensor:
-        """See ``Family``."""
         pictures = [latents, *self.images(conditions)]
         predicted: torch.Tensor = model(
             hidden_states=torch.cat([_packed(one) for one in pictures], dim=1),
-            # These classes multiply by 1000 themselves; their pipelines divide the scheduler's timestep by
-            # 1000 first.
+            # These classes multiply by 1000 themselves.
             timestep=t,
-            guidance=torch.full_like(t, guidance) if self.config.get("guidance_embeds") else None,
+            guidance=torch.full_like(t, self.guidance) if self.config.get("guidance_embeds") else None,
             encoder_hidden_states=conditions["prompt_embeds"],
             return_dict=False,
             **self.model_inputs(pictures, conditions),
         )[0]
-        # The transformer gives tokens back for all pictures; the latents' are the first, and the others are
-        # given, not predicted.
+        # The transformer returns tokens of all pictures; those of the latents come first.
         return _unpacked(predicted[:, : self.tokens(latents.shape)], *latents.shape[-2:])
 
     @abstractmethod
     def model_inputs(self, pictures: Sequence[torch.Tensor], conditions: Conditions) -> dict[str, object]:
-        """What else the transformer takes; ``pictures``, [batch, C, H, W], begin with the latents."""
+        """Return further inputs; ``pictures``, [batch, C, H, W], begin with the latents."""
 
 
 def _packed(latents: torch.Tensor) -> torch.Tensor:
-    """[batch, C, H, W] as tokens of 2 by 2: [batch, H/2 * W/2, 4 C]."""
+    """Cut [batch, C, H, W] into tokens of 2 by 2: [batch, H/2 * W/2, 4 C]."""
     batch, channels, height, width = latents.shape
-    # Channels outermost within a token, then the row and the column in the patch, as in `_pack_latents` of
-    # diffusers' pipelines: weights of the input and output layers are in this order.
+    # Channel, row and column within a token, as in `_pack_latents` of diffusers' pipelines.
     cut = latents.reshape(batch, channels, height // 2, 2, width // 2, 2)
     return cut.permute(0, 2, 4, 1, 3, 5).reshape(batch, height // 2 * (width // 2), channels * 4)
 
 
 def _unpacked(tokens: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """The reverse of ``_packed`` for latents of ``height`` by ``width``."""
+    """Invert ``_packed`` for latents of ``height`` by ``width``."""
     batch, _, channels = tokens.shape
-    # The three axes of a token come back in the order in which `_packed` put them: channel, row, column.
     cut = tokens.reshape(batch, height // 2, width // 2, channels // 4, 2, 2)
     return cut.permute(0, 3, 1, 4, 2, 5).reshape(batch, channels // 4, height, width)

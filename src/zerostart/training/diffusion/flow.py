@@ -198,7 +198,7 @@ class FlowMatching(Task):
         if self.config.output.pipeline and where.root is None:
             raise ConfigError(f"output.pipeline: {where.directory} is one model, and not a pipeline")
         family = family_of(where.config["_class_name"], self.settings.family)
-        self.family = family(where.config)
+        self.family = family(where.config, self.settings.guidance)
         self.times = Times(self.settings, self.family, self.settings.boundaries or where.boundaries)
 
     @property
@@ -337,7 +337,7 @@ class FlowMatching(Task):
         conditions = batch["conditions"]
         # Rounded only now: mixed in float32, as the pipelines' schedulers do.
         noisy = batch["noisy"].to(self._dtype)
-        found = self.family.velocity(model, noisy, batch["t"], conditions, self.settings.guidance)
+        found = self.family.velocity(model, noisy, batch["t"], conditions)
         wrong = self.family.trained(found.float() - batch["target"], conditions)
         # A mean for each example by itself, for the weight of its own time multiplies it.
         losses = wrong.square().flatten(1).mean(1)

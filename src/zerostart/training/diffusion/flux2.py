@@ -84,12 +84,7 @@ class Flux2(Family):
         return exp(compute_empirical_mu(tokens, _STEPS))
 
     def velocity(
-        self,
-        model: nn.Module,
-        latents: torch.Tensor,
-        t: torch.Tensor,
-        conditions: Conditions,
-        guidance: float,
+        self, model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions: Conditions
     ) -> torch.Tensor:
         images = self.images(conditions)
         text = conditions["prompt_embeds"]
@@ -99,7 +94,7 @@ class Flux2(Family):
         # Words differ on the fourth axis alone, tokens of pictures on the first three.
         words = torch.zeros(text.shape[1], 4, dtype=torch.int64, device=text.device)
         words[:, 3] = torch.arange(text.shape[1], device=text.device)
-        strength = torch.full_like(t, guidance) if self.config.get("guidance_embeds", True) else None
+        strength = torch.full_like(t, self.guidance) if self.config.get("guidance_embeds", True) else None
         predicted: torch.Tensor = model(
             hidden_states=torch.cat([one.flatten(2).transpose(1, 2) for one in pictures], dim=1),
             timestep=t,

@@ -79,15 +79,10 @@ class HunyuanVideo(Family):
         return self.config.get("patch_size_t", 1), across, across
 
     def velocity(
-        self,
-        model: nn.Module,
-        latents: torch.Tensor,
-        t: torch.Tensor,
-        conditions: Conditions,
-        guidance: float,
+        self, model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions: Conditions
     ) -> torch.Tensor:
         # In the dtype of the latents before it is multiplied, as the pipeline rounds it.
-        strength = torch.full_like(t, guidance, dtype=latents.dtype) * self.unit
+        strength = torch.full_like(t, self.guidance, dtype=latents.dtype) * self.unit
         predicted: torch.Tensor = model(
             hidden_states=latents,
             timestep=t * self.unit,

@@ -194,14 +194,8 @@ class Ltx2(Family):
         return {"connectors": _Connected(self._widths[0]), "vocoder": _Silent()}
 
     def velocity(
-        self,
-        model: nn.Module,
-        latents: torch.Tensor,
-        t: torch.Tensor,
-        conditions: Conditions,
-        guidance: float,
+        self, model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions: Conditions
     ) -> torch.Tensor:
-        # These transformers take no guidance.
         video, audio = conditions["prompt_embeds"].split(self._widths, dim=-1)
         mask, timestep = conditions["prompt_attention_mask"], t * self.unit
         frames, height, width = latents.shape[2:]

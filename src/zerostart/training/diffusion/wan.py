@@ -250,14 +250,8 @@ class Wan(Family):
         return tuple(self.config.get("patch_size", (1, 2, 2)))
 
     def velocity(
-        self,
-        model: nn.Module,
-        latents: torch.Tensor,
-        t: torch.Tensor,
-        conditions: Conditions,
-        guidance: float,
+        self, model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions: Conditions
     ) -> torch.Tensor:
-        # These transformers take no guidance.
         given, timestep = latents, t * self.unit
         condition = conditions.get("condition")
         if condition is not None and self._first_frame(latents):

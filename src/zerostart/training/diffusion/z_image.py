@@ -55,14 +55,8 @@ class ZImage(Family):
         return parts if name == "prompt_embeds" else super()._joined(name, parts)
 
     def velocity(
-        self,
-        model: nn.Module,
-        latents: torch.Tensor,
-        t: torch.Tensor,
-        conditions: Conditions,
-        guidance: float,
+        self, model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions: Conditions
     ) -> torch.Tensor:
-        # These transformers take no guidance.
         # Each picture [C, 1, H, W], a video of one frame; the class multiplies its time by 1000 itself.
         predicted = model(
             list(latents.unsqueeze(2).unbind(0)), 1 - t, list(conditions["prompt_embeds"]), return_dict=False

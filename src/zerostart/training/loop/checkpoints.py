@@ -1,4 +1,4 @@
-"""Training checkpoints of a run: where they are, what is in them beside the training state, and resuming."""
+"""Training checkpoints of a run: find, save and resume them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from zerostart.state.resuming.background import Saving
 from zerostart.state.resuming.load_state import read_document, restore_state
 from zerostart.state.resuming.retention import complete, prune
 from zerostart.state.resuming.save_state import write_state
-from zerostart.state.resuming.training_state import MARKER
 from zerostart.state.resuming.values import decoded
 from zerostart.training.config.configuration import CheckpointConfig
 from zerostart.training.loop.course import changes
@@ -32,7 +31,7 @@ logger = logging.getLogger("zerostart")
 
 @dataclass
 class History:
-    """What a run has seen so far: steps done, losses of the first and the last, and held-out ones by step."""
+    """Progress of a run: steps done, losses of the first and the last step, and held-out losses by step."""
 
     steps: int = 0
     first_loss: float | None = None
@@ -40,7 +39,7 @@ class History:
     held_out: dict[int, float] = field(default_factory=dict)
 
     def note(self, loss: float) -> None:
-        """One more step has been done."""
+        """Add a step."""
         self.steps += 1
         if self.steps == 1:
             self.first_loss = loss
@@ -50,7 +49,7 @@ class History:
 def checkpoint_to_resume(resume: str | None, directory: Path, world: World) -> Path | None:
     """Find the checkpoint that the run resumes from, the same on every rank; None for a new run.
 
-    Raises :class:`ConfigError` for a ``resume`` that is not a complete checkpoint.
+    Raises ConfigError if ``resume`` is not a complete checkpoint.
     """
 
     # Rank 0 looks: other machines may see other files, or see them later.
@@ -62,31 +61,17 @@ def checkpoint_to_resume(resume: str | None, directory: Path, world: World) -> P
         path = expanded(resume).absolute()
         if path in complete(path.parent):
             return path
-        found = _newest_near(path)
-        remedy = (
-            "no complete one is in it or around it; leave resume out to begin at step 0"
-            if found is None
-            else f"the newest complete one in it or around it is {found}"
+        raise ConfigError(
+            f"resume: {path} is not a complete checkpoint; name a step-... folder in {FOLDER} of a run's "
+            "output directory, or set resume=auto"
         )
-        raise ConfigError(f"resume: {path} is not a complete checkpoint; {remedy}")
 
     found: Path | None = world.broadcast_object(find, "looking for a checkpoint")
     return found
 
 
-def _newest_near(path: Path) -> Path | None:
-    """The newest complete checkpoint below ``path``, or otherwise around it."""
-    for place in (path, *path.parents[:2]):
-        if place in complete(place.parent):
-            return place
-        folders = (place, place / FOLDER, *place.glob(f"*/{FOLDER}"))
-        if states := [state for folder in folders for state in complete(folder)]:
-            return max(states, key=lambda state: (state / MARKER).stat().st_mtime)
-    return None
-
-
 class Checkpoints:
-    """Saves a session every so many steps, and brings one to where a checkpoint was saved."""
+    """Saves a session at intervals, and restores it from a checkpoint."""
 
     def __init__(
         self,
@@ -96,26 +81,24 @@ class Checkpoints:
         course: Mapping[str, Any],
         adapted: bool,
     ) -> None:
-        """``course`` has the values that decide the course of the run; ``adapted``: it trains a LoRA."""
+        """``course``: the values that determine the course of the run; ``adapted``: it trains a LoRA."""
         self._config = config
         self._folder = directory / FOLDER
         self._session = session
         self._course = course
         self._adapted = adapted
-        # The save under way or done last, to be waited for in the end; None before the first.
-        self._last: Saving | None = None
+        self._last_saving: Saving | None = None
         self._newest: Path | None = None
 
     @property
     def recovery_hint(self) -> str:
-        """What somebody can do whose run has ended, the same on every rank."""
+        """Advice for a run that has failed, the same on every rank."""
         if self._newest is None:
             return "There is no checkpoint of this run: start again with a lower train.learning_rate"
         return f"The last checkpoint with finite weights is {self._newest}"
 
     @property
     def _optimizer(self) -> torch.optim.Optimizer | None:
-        """None where the engine has it."""
         return None if self._session.engine.owns_optimizer else self._session.optimizer
 
     @property
@@ -123,13 +106,13 @@ class Checkpoints:
         return [] if self._session.ema is None else self._session.ema.averages
 
     def due(self, step: int, stopped: bool) -> bool:
-        """Whether to save after ``step``; a run that ends early always does."""
+        """Return True if ``step`` is to be saved, as the last step of a ``stopped`` run is."""
         return bool(self._config.every) and (stopped or step % self._config.every == 0)
 
     def save(self, history: History) -> None:
-        """Save the session and what it has seen; collective. Older checkpoints than asked for go."""
-        # In examples, not in batches or steps: a run on another number of ranks, or with batches of another
-        # size, has to find the same place.
+        """Save the session and its history, and delete older checkpoints; collective."""
+        # In examples, not in batches or steps: a run with another number of ranks or another batch size has
+        # to find the same place.
         epoch, batches = self._session.position
         extra = {
             "step": history.steps,
@@ -144,7 +127,7 @@ class Checkpoints:
         }
         # Eight digits, so that names sort as steps do.
         path = self._folder / f"step-{history.steps:08d}"
-        self._last = write_state(
+        self._last_saving = write_state(
             path,
             self._session.model,
             self._optimizer,
@@ -155,28 +138,26 @@ class Checkpoints:
         )
         self._newest = path
         world = current_world()
-        # Only complete ones count, so that where a save is written in the background as many older ones stay
-        # as are asked for until it is whole.
+        # Only complete ones count: while a save is written in the background, one more old one stays.
         with world.phase("removing older checkpoints"):
             if world.rank == 0:
-                prune(self._folder, self._config.keep, self._config.best, _how_good, is_run_state)
+                prune(self._folder, self._config.keep, self._config.best, _score, is_run_state)
 
     def resume(self, path: Path) -> tuple[History, Iterator[dict[str, torch.Tensor]]]:
-        """Restore ``path``; gives what its run had seen, and the batches that come after; collective.
+        """Restore ``path``; return its history and the batches that follow; collective.
 
-        Raises :class:`ConfigError` for the checkpoint of another run, saying in what it is another.
+        Raises ConfigError for the checkpoint of another run, naming the differences.
         """
-        # What makes it another run's is found from its document, before anything of the session changes.
+        # Compared before anything of the session changes.
         extra = current_world().broadcast_object(lambda: _extra(path), "reading the checkpoint's document")
-        # Keys that only one of the two has are no change: they came with another version.
         if other := changes(extra["course"], self._course):
             model = "" if self._adapted else f", with model.source={path / 'model'}"
             raise ConfigError(
                 f"{path} belongs to another run: {'; '.join(other)}. Restore the earlier values, or "
                 f"start a new run in another output.directory{model}"
             )
-        epoch, had, order = extra["epoch"], extra["sequences"], self._session.buckets.order
-        if extra.get("order") not in (None, order) and had:
+        epoch, done, order = extra["epoch"], extra["sequences"], self._session.buckets.order
+        if extra.get("order") not in (None, order) and done:
             logger.warning(
                 "%s was saved in an epoch of another order (%s, now %s): of this epoch some examples may "
                 "come again, and others not at all",
@@ -185,11 +166,10 @@ class Checkpoints:
                 order,
             )
         # Before random states are restored: the first batch may draw.
-        batches = self._session.batches_after(epoch, had)
+        batches = self._session.batches_after(epoch, done)
         restore_state(path, self._session.model, self._optimizer, self._averages)
         if self._session.ema is not None:
-            # The averages themselves are filled by the load; how often they were updated decides the decay of
-            # the next one.
+            # The number of updates determines the decay of the next one.
             self._session.ema.updates = extra["ema"]
         self._session.scheduler.load_state_dict(extra["schedule"])
         first, last = extra["losses"]
@@ -197,10 +177,10 @@ class Checkpoints:
         return History(extra["step"], first, last, dict(extra["held_out"])), batches
 
     @contextmanager
-    def ended(self) -> Iterator[None]:
-        """Wait in the end for a checkpoint that is being written; raises what it failed with.
+    def finished(self) -> Iterator[None]:
+        """Wait at the end of the block for a checkpoint that is being written; raise its error.
 
-        Also where the body fails, which is what the checkpoint is for; its own failure is logged then.
+        After an error in the block, that of the checkpoint is only logged.
         """
         try:
             yield
@@ -213,8 +193,8 @@ class Checkpoints:
         self._wait()
 
     def _wait(self) -> None:
-        if self._last is not None:
-            self._last.wait()
+        if self._last_saving is not None:
+            self._last_saving.wait()
 
 
 def _extra(path: Path) -> Any:
@@ -224,10 +204,10 @@ def _extra(path: Path) -> Any:
     return decoded(extra, {})
 
 
-def _how_good(extra: object) -> float | None:
-    """The held-out loss of a checkpoint's own step, less being more; None where it was not measured there."""
+def _score(extra: object) -> float | None:
+    """Return the negative held-out loss of a checkpoint's own step; None if it was not measured there."""
     known = decoded(extra, {})
     if not isinstance(known, dict) or "held_out" not in known:
-        return None  # not saved by a run
+        return None  # a checkpoint of a script
     loss = dict(known["held_out"]).get(known["step"])
     return None if loss is None else -float(loss)

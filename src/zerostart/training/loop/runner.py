@@ -1,17 +1,16 @@
-"""The training run: data, load, train, evaluate, save; the same on every rank."""
+"""Run a training: data, load, train, evaluate, save; the same on every rank."""
 
 from __future__ import annotations
 
-import functools
 import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 
 import torch
 
@@ -19,9 +18,9 @@ import zerostart
 from zerostart.distributed.failures import beyond_telling
 from zerostart.distributed.world import World, current_world
 from zerostart.errors import DivergedError, PeerError
-from zerostart.training.adapt.export import check_export, export_model, export_step
+from zerostart.training.adapt.export import Exporter
 from zerostart.training.adapt.trained import choose_trained, round_to
-from zerostart.training.config.configuration import TrainConfig
+from zerostart.training.config.configuration import TrainConfig, TrainingConfig
 from zerostart.training.config.engine_config import check_launcher, engine_config
 from zerostart.training.loop.batches import epochs_as_steps
 from zerostart.training.loop.checkpoints import Checkpoints, History, checkpoint_to_resume
@@ -44,10 +43,10 @@ from zerostart.training.samples.sampler import Sampler, open_drawing, open_sampl
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What came of a run: the same values on every rank.
+    """Result of a run, the same on every rank.
 
-    ``steps`` were done (fewer than asked for when ``stopped``); ``first_loss`` and ``last_loss`` are the
-    training losses of the first and the last of them; ``held_out`` has the loss on held-out examples by step.
+    ``steps`` were done (fewer than configured if ``stopped``); ``first_loss`` and ``last_loss`` are the
+    training losses of the first and the last of them; ``held_out`` maps steps to held-out losses.
     """
 
     directory: str
@@ -71,8 +70,8 @@ class TrainResult:
 def train(config: TrainConfig) -> TrainResult:
     """Load, train and save as ``config`` says; call it in every rank of an initialised process group.
 
-    SIGINT or SIGTERM on any rank ends the run after the step in hand, on all ranks, and the model is
-    saved as it is then. Raises :class:`ZerostartError`, with the same text on every rank where all fail.
+    SIGINT or SIGTERM on any rank ends the run after the current step on all ranks, and the model is saved.
+    Raises ZerostartError, with the same text on every rank if all fail.
     """
     world = current_world()
     with world.phase("checking the surroundings"):
@@ -87,19 +86,19 @@ def train(config: TrainConfig) -> TrainResult:
     # Claimed before a checkpoint is looked for: until then another run may be writing or removing here.
     with claimed as directory:
         resumed = checkpoint_to_resume(resume, directory, world)
-        output = config.output.model_copy(update={"directory": str(directory)})
+        output = output.model_copy(update={"directory": str(directory)})
         return _train(config.model_copy(update={"output": output}), directory, resumed, world)
 
 
 def _train(config: TrainConfig, directory: Path, resumed: Path | None, world: World) -> TrainResult:
-    # Data before the model: a mistake in them is told before minutes of loading. Files of an earlier run stay
-    # until ``remove_earlier_run``, in the loop; a run that fails by then has cost nobody anything.
-    with world.phase("reading the configuration and what the task starts from"):
+    # Data before the model: an error in them is raised before minutes of loading. Files of an earlier run
+    # stay until ``remove_earlier_run`` in the loop; a run that fails before has deleted nothing.
+    lora, output, adapted = config.lora, config.output, config.lora is not None
+    with world.phase("reading the configuration and the source of the task"):
         task = task_class(config.task.name)(config)
         task.open()
-        drawing = open_drawing(
-            config.samples, config.model, config.ema is not None
-        )  # before anything is encoded that could not be drawn with
+        # Before anything is encoded that could not be drawn with.
+        drawing = open_drawing(config.samples, config.model, config.ema is not None)
         engine = engine_config(config.engine, config.train, config.precision, world.size, task.hidden_size)
     # Before the data: ranks with other settings would enter other collectives while data are prepared.
     agree(comparable(dict(config)) | {"engine.config": engine}, world)
@@ -114,7 +113,7 @@ def _train(config: TrainConfig, directory: Path, resumed: Path | None, world: Wo
         held_out = None
         if rest is not None:
             held_out = HeldOut(task, rest, config.train.batch_size, config.train.seed, world.rank, world.size)
-        # Only now: how many steps an epoch is depends on how many examples are held out.
+        # The number of steps in an epoch depends on how many examples are held out.
         train = epochs_as_steps(items, config.train, world.size)
         config = config.model_copy(update={"train": train})
         computed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.precision, dtype)
@@ -129,48 +128,45 @@ def _train(config: TrainConfig, directory: Path, resumed: Path | None, world: Wo
         engine_config=engine,
         dtype=dtype,
         strict=config.model.strict,
-        # With a LoRA on such an engine nobody steps what is frozen.
-        fp32_masters=config.model.fp32_masters and not (config.trains_masters and config.lora is not None),
+        # The frozen model of a LoRA needs no masters.
+        fp32_masters=config.model.fp32_masters and not (config.trains_masters and adapted),
     )
-    # What is trained is held in fp32 all the same; without ``fp32_masters`` it starts from the values that a
-    # load in bf16 would have given.
-    if config.trains_masters and not config.model.fp32_masters and config.lora is None:
+    # Trained weights are held in fp32; without ``fp32_masters`` they start from rounded values.
+    if config.trains_masters and not config.model.fp32_masters and not adapted:
         round_to(model, torch.bfloat16)
     if checkpointing := train.checkpoint_blocks:
         with world.phase("checkpointing blocks"):
             zerostart.checkpoint_blocks(model, offload=checkpointing == "offload")
     shown = Display(train.last_step, directory / METRICS, config.logging.every, active=world.rank == 0)
-    with world.phase("training"), shown as display, StopSignal() as stop:
-        # What is trained is chosen before the engine wraps the model: it makes an optimizer of those alone.
+    with world.phase("training"), shown as display, stop_on_signals() as stop:
         display.say(str(zerostart.report(model)))
         task.begin(model)
-        if told := choose_trained(model, train, config.lora, config.precision, world):
-            display.say(told)
-        check_export(model, config.output, config.lora is not None)
+        # Before the engine wraps the model: it makes an optimizer of the trained parameters only.
+        if summary := choose_trained(model, train, lora, config.precision, world):
+            display.say(summary)
+        exporter = Exporter(model, output, adapted, task, directory)
         with world.phase("looking at the free space"):
             if world.rank == 0:
-                alone = config.lora is not None and not config.output.merge
-                check_room(model, alone or config.output.trainable_only, directory)
-        # The engine wraps the model and makes its optimizer; then the course is known, and compared with that
-        # of the checkpoint; and only after that anything of an earlier run is removed.
+                check_room(model, (adapted and not output.merge) or output.trainable_only, directory)
+        # The engine wraps the model and makes its optimizer; then the course is known and compared with that
+        # of the checkpoint; only after that anything of an earlier run is removed.
         workers = config.media.workers if config.media else 0
         session = open_session(
             model, task, items, train, config.precision, config.tracking, directory, config.ema, workers
         )
         course = course_of(dict(config), model, items.digest(), world)
-        checkpoints = Checkpoints(config.checkpoint, directory, session, course, config.lora is not None)
-        exports = functools.partial(export_step, model, task, directory, session.ema)
-        run = _Run(config, session, held_out, display, stop, checkpoints, exports, sampler)
+        checkpoints = Checkpoints(config.checkpoint, directory, session, course, adapted)
+        averaged = config.ema is not None and config.ema.evaluate
+        run = _Run(train, averaged, session, held_out, display, stop, checkpoints, exporter, sampler)
         if config.resume == "auto" and resumed is None:
             display.say(f"resume auto: {directory} has no complete checkpoint, so the run begins at step 0")
-        with unreported(), _peers_named(directory), checkpoints.ended():
-            run.to_the_end(resumed, directory)
-            # Inside, so that when this raises, a checkpoint that is still being written is waited for: it is
-            # what the error names.
+        with unreported(), _peers_named(directory), checkpoints.finished():
+            run.train(resumed, directory)
+            # Inside, so that a checkpoint that is still being written is complete before the error names it.
             run.check_finite()
         display.say("saving the model")
         result = run.result(directory)
-        export_model(model, task, directory, result.steps, session.ema)
+        exporter.save_final(result.steps, session.ema)
         run.divergence.check_end(result.directory)
         display.say(str(result))
     session.end()
@@ -196,39 +192,41 @@ def _peers_named(directory: Path) -> Iterator[None]:
 
 
 class _Run:
-    """The loop and what it has seen."""
+    """The loop over steps, and its history."""
 
     def __init__(
         self,
-        config: TrainConfig,
+        train: TrainingConfig,
+        averaged: bool,
         session: Session,
         held_out: HeldOut | None,
         display: Display,
-        stop: StopSignal,
+        stop: StopRequest,
         checkpoints: Checkpoints,
-        exports: Callable[[int], None],
+        exporter: Exporter,
         sampler: Sampler | None,
     ) -> None:
-        self._config = config.train
+        self._config = train
+        self._averaged = averaged
         self._session = session
         self._held_out = held_out
-        self._averaged = config.ema is not None and config.ema.evaluate
         self._display = display
         self._stop = stop
         self._checkpoints = checkpoints
-        self._export, self._export_every = exports, config.output.every
+        self._exporter = exporter
         self._sampler = sampler
         self._history = History()
         self._stopped = False
         self._failures = Failures(current_world(), session.sum_over_ranks)
-        self.divergence = Divergence(config.train.patience_nonfinite, current_world())
+        self.divergence = Divergence(train.patience_nonfinite, current_world())
 
-    def to_the_end(self, resumed: Path | None, directory: Path) -> None:
+    def train(self, resumed: Path | None, directory: Path) -> None:
+        """Do all steps, from the checkpoint ``resumed`` if there is one; collective."""
         from accelerate.utils import set_seed
 
-        # An error that a rank still holds back is told here, and not in the first collective of the engine.
-        self._failures.raise_together()  # all ranks have got here
-        # Dropout differs from rank to rank. Before a checkpoint restores random states, which replace these.
+        # A deferred error is raised here, and not in the first collective of the engine.
+        self._failures.raise_together()
+        # Dropout differs from rank to rank. A checkpoint then replaces these random states.
         set_seed(self._config.seed, device_specific=True)
         self._session.model.train()
         if resumed is not None:
@@ -242,49 +240,47 @@ class _Run:
                 remove_earlier_run(directory, resumed)
             self._display.begin(self._history.steps)
         if resumed is None:
-            self._evaluate(0)
-            self._draw(0)
+            self._evaluate()
+            self._draw()
             batches = self._session.batches()
         else:
             self._display.say(f"resuming after step {self._history.steps}, from {resumed}")
         # After each step in this order: evaluate, draw samples, save. So a checkpoint has the held-out loss
-        # of its own step, by which the best are known, and a run that resumes begins with the next step. A
-        # wish to stop skips the first two, for whoever asked may not wait long.
-        for step in range(self._history.steps + 1, self._config.last_step + 1):
-            self._step(step, batches)
-            every = self._config.evaluate_every
-            if not self._stopped and (step == self._config.last_step or (every and step % every == 0)):
-                self._evaluate(step)
+        # of its own step, and a resumed run begins with the next step. A stop request skips the first two.
+        every, last = self._config.evaluate_every, self._config.last_step
+        while self._history.steps < last and not self._stopped:
+            self._step(self._history.steps + 1, batches)
+            done = self._history.steps
+            if not self._stopped and (done == last or (every and done % every == 0)):
+                self._evaluate()
             if not self._stopped:
-                self._draw(step)
-            due = self._checkpoints.due(step, self._stopped)
-            exported = bool(self._export_every) and step % self._export_every == 0
-            if due or exported:
-                self._save(due, exported)
-            if self._stopped:
-                break
+                self._draw()
+            self._save()
         self._failures.raise_together()
 
-    def _save(self, due: bool, exported: bool) -> None:
-        self._failures.raise_together()
+    def _save(self) -> None:
         step = self._history.steps
+        saved, exported = self._checkpoints.due(step, self._stopped), self._exporter.due(step)
+        if not (saved or exported):
+            return
+        self._failures.raise_together()
         if not self._finite():
             self._display.say(f"the weights after step {step} are not finite: nothing is saved of them")
             return
-        if due:
+        if saved:
             self._checkpoints.save(self._history)
         if exported:
-            self._export(step)
+            self._exporter.save_step(step, self._session.ema)
 
     def _finite(self) -> bool:
         finite = True
         with self._failures.deferred():
             finite = is_finite(self._session.model, self._session.optimizer)
-        # All ranks have the same sum, so that all save or none.
+        # All ranks have the same sum, so all of them save or none.
         return self._failures.sum_over_ranks(float(not finite)) == [0.0]
 
     def check_finite(self) -> None:
-        """Raise DivergedError, on every rank, for weights that are not worth saving; collective."""
+        """Raise DivergedError on every rank if the weights are not finite; collective."""
         if not self._finite():
             raise DivergedError(
                 f"after step {self._history.steps} the weights are not finite: no model was saved. "
@@ -292,14 +288,17 @@ class _Run:
             )
 
     def _step(self, step: int, source: Iterator[Batch]) -> None:
-        # Ranks meet in this order: once their batches are there, forwards and backwards (gradients are
-        # reduced in the last one), the norm, the sum of losses and wishes. In between a rank may fail by
-        # itself; it carries on to the next meeting, where all hear of it.
-        begun, session, summed = time.monotonic(), self._session, self._failures.sum_over_ranks
+        # Ranks meet in this order: after reading batches, in forwards and backwards (gradients are reduced in
+        # the last one), the norm, and the sum of losses and stop requests. A rank that fails in between
+        # continues to the next meeting, where all ranks learn of it.
+        begun, session, sum_over_ranks = time.monotonic(), self._session, self._failures.sum_over_ranks
         parts: list[Batch] = []
         with self._failures.deferred():
-            parts = [self._taken(source) for _ in range(self._config.accumulation)]
-        summed()
+            for _ in range(self._config.accumulation):
+                batch = next(source)
+                # Draws depend on the epoch and the example only, so any number of ranks has the same.
+                parts.append(session.task.drawn(batch, session.position[0]))
+        sum_over_ranks()
         # All batches have as many examples: the loss of the step is the mean of theirs.
         count = self._config.accumulation * int(session.accelerator.num_processes)
         loss, share = 0.0, 1 / count
@@ -313,13 +312,13 @@ class _Run:
             session.average(step)
         searching = not stepped and self._config.mixed_precision == "fp16"
         if not (stepped or searching):
-            norm = math.nan  # DeepSpeed has passed over gradients that are not finite; it tells an older norm
-        # A norm alone is no divergence where fp16's loss scale is searched: such a step was passed over.
+            norm = math.nan  # DeepSpeed skips gradients that are not finite, and reports an older norm
+        # While fp16 searches its loss scale, a norm that is not finite is no divergence.
         bad = not math.isfinite(loss) or not (searching or norm is None or math.isfinite(norm))
-        # One sum tells all ranks whether any of them has failed, was asked to stop, or is not finite. The own
-        # loss is kept for a message that names the rank.
-        own, (loss, wishes, diverging) = loss, summed(loss, float(self._stop.requested), float(bad))
-        self._stopped = wishes > 0
+        # One sum tells all ranks whether one has failed, was asked to stop, or diverges. The own loss is kept
+        # for a message that names the rank.
+        own, (loss, stops, diverging) = loss, sum_over_ranks(loss, float(self._stop.requested), float(bad))
+        self._stopped = stops > 0
         with self._failures.deferred():
             self._history.note(loss)
             figures = {"loss": loss, "gradient_norm": norm, "learning_rate": rate}
@@ -329,23 +328,16 @@ class _Run:
                 "peak_bytes": peak_memory_bytes(session.device),
             }
             self._display.step(step, figures | more)
-            self._track({name: value for name, value in figures.items() if value is not None}, step)
+            known = {name: value for name, value in figures.items() if value is not None}
+            session.accelerator.log(known, step=step)
         hint = self._checkpoints.recovery_hint
-        if told := self.divergence.note(step, own, norm, diverging > 0, hint):
-            self._display.say(told)
+        if warning := self.divergence.note(step, own, norm, diverging > 0, hint):
+            self._display.say(warning)
 
-    def _taken(self, source: Iterator[Batch]) -> Batch:
-        batch = next(source)
-        # What is drawn follows from the epoch and the example: the same for any number of ranks, and when
-        # resumed.
-        return self._session.task.drawn(batch, self._session.position[0])
-
-    def _track(self, values: dict[str, float], step: int) -> None:
-        self._session.accelerator.log(values, step=step)
-
-    def _evaluate(self, step: int) -> None:
+    def _evaluate(self) -> None:
+        step = self._history.steps
         if self._held_out is not None:
-            # The weights are replaced together: no rank may stay away with an error that it holds back.
+            # Weights are replaced together: no rank may stay away with a deferred error.
             if self._averaged:
                 self._failures.raise_together()
             with self._session.averaged(self._averaged):
@@ -353,52 +345,42 @@ class _Run:
             self._history.held_out[step] = loss
             with self._failures.deferred():
                 self._display.evaluation(step, loss)
-                self._track({"held_out_loss": loss}, step)
+                self._session.accelerator.log({"held_out_loss": loss}, step=step)
 
-    def _draw(self, step: int) -> None:
-        """The samples that are due after ``step`` steps; collective."""
-        # That follows from the step alone: all ranks go in, or none.
+    def _draw(self) -> None:
+        step = self._history.steps
         if self._sampler is not None and self._sampler.due(step):
             folder = self._sampler.take(self._session, self._failures, step)
             self._display.say(f"samples after step {step}: {folder}")
 
     def result(self, directory: Path) -> TrainResult:
-        """The figures of the run."""
+        """Return the figures of the run."""
         seen = self._history
         return TrainResult(
             str(directory), seen.steps, self._stopped, seen.first_loss, seen.last_loss, seen.held_out
         )
 
 
-class StopSignal:
-    """While entered, the first SIGINT or SIGTERM only sets :attr:`requested`; the next one interrupts.
+class StopRequest:
+    """A stop request of this rank; all ranks sum up their requests in every step and stop together."""
 
-    A rank must not act on :attr:`requested` alone: the others would wait for it in their next collective.
-    The training loop adds up the wishes of all ranks in every step.
-    """
+    requested = False
 
-    def __init__(self) -> None:
-        self.requested = False
-        self._previous: dict[int, object] = {}
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def note(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal: the first one requests a stop, the next one interrupts."""
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True
 
-    def __enter__(self) -> StopSignal:
-        if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handler
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._previous[number] = signal.signal(number, self._note)
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        # Put back, for a run inside of a longer program: after it an interrupt ends that at once again.
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]  # what signal() itself returned
-        self._previous.clear()
+@contextmanager
+def stop_on_signals() -> Iterator[StopRequest]:
+    """Yield a request that SIGINT or SIGTERM sets inside the block."""
+    request, previous = StopRequest(), {}
+    if threading.current_thread() is threading.main_thread():  # Python allows no handler in other threads
+        previous = {number: signal.signal(number, request.note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield request
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

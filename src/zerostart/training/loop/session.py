@@ -29,7 +29,7 @@ from zerostart.training.adapt.ema import Ema
 from zerostart.training.config.configuration import EmaConfig, TrackingConfig, TrainingConfig
 from zerostart.training.loop.batches import Buckets, order_of
 from zerostart.training.loop.failures import unreported
-from zerostart.training.loop.optimizers import optimizer_of
+from zerostart.training.loop.optimizers import optimizer_factory
 from zerostart.training.loop.task import Batch, Items, Task
 from zerostart.upstream.accelerate.plugins import hidden
 
@@ -191,7 +191,7 @@ def open_session(
     accelerator = _accelerator(engine, train, precision, tracking, directory)
     # The same on every rank, and before anything that ranks meet in: too few data are an error of all.
     buckets = order_of(items, train, accelerator.num_processes)
-    optimizer = optimizer_of(train)(_parameter_groups(model, train.weight_decay))
+    optimizer = optimizer_factory(train)(_parameter_groups(model, train.weight_decay))
     collator = task.collator(train.seed + accelerator.process_index)
     data: Any = items  # which DataLoader takes without it being its Dataset
     loader: Any = DataLoader(data, collate_fn=collator, num_workers=workers, batch_sampler=buckets)

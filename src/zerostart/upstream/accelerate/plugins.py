@@ -161,11 +161,6 @@ def launched_precision() -> str:
     return os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
 
 
-def launched_dynamo() -> str:
-    """By what the launcher wants models compiled; ``"no"`` for nothing."""
-    return os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
-
-
 @contextlib.contextmanager
 def hidden() -> Iterator[None]:
     """Inside, accelerate finds nothing of an engine in the environment, as after a plain launch."""
