@@ -55,10 +55,11 @@ demo-diffusion: $(STAMP)
 
 # All cases within one process, and one or two with processes for each promise.
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow" --numprocesses $(JOBS) --dist loadfile $(if $(SHUFFLE),--shuffle $(SHUFFLE))
+	$(BIN)/python -m pytest -m "not slow" --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder \
+	    $(if $(SHUFFLE),--shuffle $(SHUFFLE))
 
 nightly: $(STAMP) build/diffsynth
-	$(BIN)/python -m pytest -m slow --numprocesses $(JOBS) --dist loadfile --ignore tests/serving
+	$(BIN)/python -m pytest -m slow --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder --ignore tests/serving
 	$(BIN)/python -m pytest -m hypothesis --hypothesis-profile search
 
 conformance: $(STAMP)

@@ -25,18 +25,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+#: Folders and files with the longest cases. They start first, so that no worker waits for one at the end.
+LONGEST = ("accelerator", "test_kill.py", "test_identity.py", "test_run.py", "test_examples_from_a_wheel.py")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Order the items: by chance with ``--shuffle``, for no test may count on those before it.
-
-    Else the folder that compiles comes first, so that no worker waits for it at the end.
-    """
+    """Order the items: ``LONGEST`` first, or by chance with ``--shuffle``."""
     if (seed := config.getoption("--shuffle")) is not None:
         order = random.Random(seed)
         files = {item.path: order.random() for item in items}
         items.sort(key=lambda item: (files[item.path], order.random()))
     else:
-        items.sort(key=lambda item: "accelerator" not in item.path.parts)
+        items.sort(key=lambda item: not set(LONGEST).intersection(item.path.parts))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -34,6 +34,7 @@ class Case:
         kept = {"stage3_gather_16bit_weights_on_model_save": True} if self.stage == 3 else {}
         return {
             "train_micro_batch_size_per_gpu": 1,
+            "gradient_clipping": 0.0,
             "zero_optimization": {"stage": self.stage, **kept, **self.zero},
             "bf16": {"enabled": True},
             "zero_allow_untested_optimizer": True,

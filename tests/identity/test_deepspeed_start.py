@@ -23,6 +23,21 @@ from zerostart.upstream.deepspeed import zero3_start as deepspeed_start
 MIB = 1 << 20
 KIND = "qwen3_moe_aligned"
 GROUPS = ("one", "two", "frozen", "late", "mixed")
+PARAMETERS: dict[str, Any] = {"offload_param": {"device": "cpu", "pin_memory": False}}
+OPTIMIZER: dict[str, Any] = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
+#: ``zero_optimization`` of each placement.
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "accelerator": {},
+    "offload-param": PARAMETERS,
+    "offload-optimizer": OPTIMIZER,
+    "offload-both": {**PARAMETERS, **OPTIMIZER, "sub_group_size": 3000},
+    "sub-groups": {"sub_group_size": 1500, "stage3_prefetch_bucket_size": 0},
+}
+
+
+def configured(placement: str) -> dict[str, Any]:
+    more = {"bf16": {"enabled": True}, "zero_force_ds_cpu_optimizer": False}
+    return configuration(**PLACEMENTS[placement]) | more
 
 
 @pytest.mark.slow
@@ -32,7 +47,7 @@ def test_the_optimizer_starts_as_without_an_override(
     placement: str, groups: str, checkpoints: TinyCheckpoints
 ) -> None:
     path = checkpoints("flint" if groups == "mixed" else KIND, torch.bfloat16)
-    results = run_ranks(with_and_without, 2, path, configuration(placement, torch.bfloat16), groups)
+    results = run_ranks(with_and_without, 2, path, configured(placement), groups)
     for (ours, in_place), (theirs, moved) in results:
         assert ours == theirs
         assert in_place
@@ -99,7 +114,7 @@ def test_memory_through_initialize_is_what_is_kept(placement: str, tmp_path: Pat
     path = tmp_path / "model.safetensors"
     names = [f"{number}.weight" for number in range(LAYERS)]
     save_file({name: torch.randn(SIDE, SIDE).bfloat16() for name in names}, path)
-    config = configuration(placement, torch.bfloat16) | {"data_types": {"grad_accum_dtype": "bf16"}}
+    config = configured(placement) | {"data_types": {"grad_accum_dtype": "bf16"}}
     config["zero_optimization"] |= {"reduce_bucket_size": 1_000_000, "sub_group_size": 10**9}
     share = LAYERS * SIDE * SIDE // 2
     for peak, stays in run_ranks(through_initialize, 2, path, config):

@@ -94,7 +94,7 @@ def test_another_model_s_file_is_told_by_its_names(tmp_path: Path) -> None:
         zerostart.load(tmp_path / "z" / "release.safetensors", engine="fsdp2", progress=False)
 
 
-@pytest.mark.parametrize("key", ["qwen_image", "flux2", "krea2"])
+@pytest.mark.parametrize("key", ["qwen_image", "flux2"])
 def test_a_prefix_that_the_converter_does_not_know(key: str, tmp_path: Path) -> None:
     def add(state: State) -> None:
         for name in list(state):

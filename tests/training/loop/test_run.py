@@ -55,31 +55,31 @@ def losses(result):
     return [entry["loss"] for entry in metrics(result) if "loss" in entry]
 
 
-def test_engines_and_world_sizes_train_alike(checkpoints, values):
+@pytest.mark.parametrize(
+    "others",
+    [
+        (("deepspeed", 3, 2), ("fsdp2", 3, 1)),
+        pytest.param(
+            (("deepspeed", 2, 2), *(("fsdp2", stage, 2) for stage in (0, 1, 2))), marks=pytest.mark.slow
+        ),
+    ],
+    ids=["engines", "stages"],
+)
+def test_engines_and_world_sizes_train_alike(others, checkpoints, values):
     """Clipping, decay, accumulation and schedule mean the same everywhere; the batch of a step is 8."""
     path = checkpoints("qwen3_moe_aligned")
-    options = {"weight_decay": 0.1, "max_grad_norm": 0.5}
-    runs = {
-        "fsdp2 x 2": run_ranks(run, 2, values(path, output="a", batch_size=2, accumulation=2, **options)),
-        "deepspeed x 2": run_ranks(
-            run, 2, values(path, "deepspeed", output="b", batch_size=2, accumulation=2, **options)
-        ),
-        "fsdp2 x 1": run_ranks(run, 1, values(path, output="c", batch_size=8, **options)),
-        "ZeRO-2 x 2": run_ranks(
-            run,
-            2,
-            values(path, output="d", batch_size=2, accumulation=2, **options)
-            | {"engine": {"name": "deepspeed", "zero_stage": 2}},
-        ),
-    }
-    for stage in (0, 1, 2):
-        given = values(path, output=f"fsdp2-{stage}", batch_size=2, accumulation=2, **options)
-        given["engine"] |= {"zero_stage": stage}
-        runs[f"fsdp2 at {stage} x 2"] = run_ranks(run, 2, given)
-    reference, *others = [losses(results[0]) for results in runs.values()]
+    runs = {}
+    for case in (("fsdp2", 3, 2), *others):
+        engine, stage, ranks = case
+        sizes = {"batch_size": 2, "accumulation": 2} if ranks == 2 else {"batch_size": 8}
+        output = f"{engine}-{stage}-{ranks}"
+        given = values(path, engine, output, weight_decay=0.1, max_grad_norm=0.5, **sizes)
+        given["engine"]["zero_stage"] = stage
+        runs[case] = run_ranks(run, ranks, given)
+    reference, *rest = [losses(results[0]) for results in runs.values()]
     assert len(reference) == 6
     assert reference[-1] < reference[0] - 0.3
-    for other in others:
+    for other in rest:
         assert other == pytest.approx(reference, rel=2e-4), runs.keys()
     held_out = [results[0].held_out for results in runs.values()]
     assert held_out[0].keys() == {0, 6}
