@@ -163,7 +163,7 @@ class MemoryStorage(Storage):
     #: After ``recalled``: why buffers are not to be had, by number.
     lost: Mapping[int, ZerostartError] = field(default_factory=dict, compare=False, repr=False)
 
-    #: Every holder has all bytes at hand.
+    #: Every rank has all bytes in memory.
     worth_exchanging: ClassVar[bool] = False
 
     @classmethod
