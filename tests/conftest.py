@@ -26,7 +26,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 #: Folders and files with the longest cases. They start first, so that no worker waits for one at the end.
-LONGEST = ("accelerator", "test_kill.py", "test_identity.py", "test_run.py", "test_examples_from_a_wheel.py")
+LONGEST = (
+    "accelerator",
+    "test_kill.py",
+    "test_identity.py",
+    "test_examples_from_a_wheel.py",
+    "test_documented_python.py",
+    "test_load_model.py",
+)
 
 
 @pytest.hookimpl(tryfirst=True)
