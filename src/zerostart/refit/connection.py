@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import threading
 import time
 from typing import Any
 
@@ -46,12 +45,9 @@ class Connection:
         self._channel = connect(socket_path(address), time.monotonic() + within)
         try:
             hello = {"protocol": PROTOCOL, "name": self.name, "version": receiver.version}
-            try:
-                self._send("hello", hello)
-                message = self._channel.receive("image", "refused", deadline=time.monotonic() + timeout)
-                self._take_image(message)
-            except PeerError as error:
-                raise _LeftJoining(str(error)) from error
+            self._send("hello", hello)
+            message = self._channel.receive("image", "refused", deadline=time.monotonic() + timeout)
+            self._take_image(message)
         except BaseException:
             self.close()
             raise
@@ -95,20 +91,20 @@ class Connection:
             self._image.close()
             self._image = None
 
-    def _send(self, kind: str, body: dict[str, Any], *parts: bytes) -> None:
-        self._channel.send(kind, body, *parts, deadline=time.monotonic() + self._timeout)
+    def _send(self, kind: str, body: dict[str, Any]) -> None:
+        self._channel.send(kind, body, deadline=time.monotonic() + self._timeout)
 
     def _take_image(self, message: Message) -> None:
         if message.kind == "refused":
             raise ConfigError(f"{self._channel.who} refuses this worker: {message.body.get('why')}")
-        image = Image.from_bytes(message.parts[0])
+        image = Image.of(message.body["entries"])
         self._image = SharedImage(image, message.descriptor)
         try:
             self._plan = FillPlan(self.receiver, image, message.body.get("strict") is not False)
         except Exception as error:  # an engine's loader raises anything
             self._send("refused", {"why": f"{type(error).__name__}: {error}"})
             raise
-        self._send("wants", {}, *(runs.to_bytes() for runs in (self._plan.wants, *self._plan.sets)))
+        self._send("wants", {"rows": self._plan.wants.rows.tolist()})
 
     def _fill(self, version: int, sums: Any) -> int:
         assert self._image is not None, "not closed"
@@ -125,51 +121,36 @@ class Connection:
         return version
 
 
-class _LeftJoining(PeerError):
-    """The trainer was there, and went before this worker had joined it."""
+def serve(receiver: Receiver, address: str, *, timeout: float = 300.0, patience: float = 600.0) -> int | None:
+    """Follow the pushes of the trainer at ``address`` until it closes; return the version.
 
-
-def serve(
-    receiver: Receiver,
-    address: str,
-    *,
-    timeout: float = 300.0,
-    patience: float = 600.0,
-    stop: threading.Event | None = None,
-) -> int | None:
-    """Follow the pushes of the trainer at ``address`` until it closes or ``stop`` is set; return the version.
-
-    In the calling thread. If the trainer dies, another one is waited for at the same address for ``patience``
-    seconds. A push that fails is logged, and the next one followed. Raises what ``Connection`` raises, except
-    for what a later push may mend.
+    In the calling thread. A trainer has to come within ``timeout`` seconds. If it dies, another one is waited
+    for at the same address for ``patience`` seconds. A push that fails is logged, and the next one followed.
+    Raises what ``Connection`` raises, except for what a later push may mend.
     """
-    until: float | None = None  # of the wait for another trainer; None: for the first one
-    while stop is None or not stop.is_set():
-        left = timeout if until is None else max(0.0, until - time.monotonic())
+    deadline, is_first = time.monotonic() + timeout, True
+    while True:
         try:
+            left = max(0.0, deadline - time.monotonic())
             connection = Connection(receiver, address, timeout=timeout, within=left)
         except PeerError as error:
             logger.warning("PeerError: %s", error)
-            if until is None:
-                if not isinstance(error, _LeftJoining):
+            if time.monotonic() > deadline:
+                if is_first:
                     raise
-                until = time.monotonic() + patience
-            if time.monotonic() < until:
-                time.sleep(0.1)  # a trainer that was about to die may still have answered
-                continue
-            break
+                return receiver.version
+            time.sleep(0.1)  # a trainer that was about to die may still have answered
+            continue
         with connection:
-            while not connection.is_lost and not (stop is not None and stop.is_set()):
-                if not connection.pending(0.5):
-                    continue
+            while not connection.is_lost:
                 try:
-                    connection.follow(timeout)
+                    if connection.pending(0.5):
+                        connection.follow(timeout)
                 except Closed:
                     return receiver.version
                 except Exception as error:  # of the engine: the next push may succeed
                     logger.warning("%s: %s", type(error).__name__, error)
-        until = time.monotonic() + patience
-    return receiver.version
+        deadline, is_first = time.monotonic() + patience, False
 
 
 class EngineWorker:

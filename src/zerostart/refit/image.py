@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import json
 import mmap
 import os
 from bisect import bisect_left, bisect_right
@@ -66,26 +65,10 @@ class Image:
         """Bytes of the whole file."""
         return self.layout.files[0].size
 
-    @cached_property
-    def by_name(self) -> dict[str, Entry]:
-        """The entries by name."""
-        return {entry[0]: entry for entry in self.entries}
-
     def catalog(self) -> Catalog:
         """Return the tensors as those of a checkpoint, whose storage cannot be read."""
         tensors = {name: self.layout.tensors[name] for name, _, _ in self.entries}
         return Catalog("", _NoStorage((FILE,), (self.nbytes,)), tensors)
-
-    def to_bytes(self) -> bytes:
-        """Return the entries as JSON."""
-        return json.dumps([[n, d, list(s)] for n, d, s in self.entries], ensure_ascii=False).encode()
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> Image:
-        """Read what ``to_bytes`` gave."""
-        return cls.of(
-            (str(name), str(dtype), tuple(map(int, shape))) for name, dtype, shape in json.loads(data)
-        )
 
     def rows(self, runs: Runs) -> Iterator[tuple[str, int, int, int, int]]:
         """Yield ``runs`` by tensor: name, first element, elements, distance from row to row, rows."""
@@ -100,9 +83,9 @@ class Image:
                     count,
                 )
 
-    def names(self, runs: Runs) -> list[str]:
+    def entries_in(self, runs: Runs) -> list[Entry]:
         """Return the tensors that ``runs`` has bytes of."""
-        return [entry.name for entry, _ in self._parts(runs)]
+        return [(entry.name, entry.dtype, entry.shape) for entry, _ in self._parts(runs)]
 
     @cached_property
     def _in_order(self) -> tuple[list[TensorEntry], list[int]]:
@@ -183,15 +166,13 @@ class SetSums:
 
     def __init__(self, image: Image, sets: Sequence[Runs]) -> None:
         self._image, self._sets = image, sets
-        self._names = [image.names(runs) for runs in sets]
         #: By row of a write: by set the element, elements, distance and rows that it has of it.
         self._met: dict[tuple[str, int, int, int, int], list[tuple[int, int, int, int, int]]] = {}
         self.begin()
 
     def begin(self) -> None:
         """Forget what was added."""
-        entries = self._image.by_name
-        self._digests = [Digests(entries[name] for name in names) for names in self._names]
+        self._digests = [Digests(self._image.entries_in(runs)) for runs in self._sets]
 
     def add_rows(self, name: str, first: int, step: int, data: torch.Tensor) -> None:
         """Add rows of a tensor, as ``Digests.add_rows``; called from several threads."""
@@ -240,9 +221,9 @@ def differing(expected: Sums, found: Sums) -> list[str]:
     return [name for name in names if list(expected.get(name, ())) != list(found.get(name, ()))]
 
 
-def digest_of(sums: Sequence[Sums]) -> str:
-    """Return one digest over the sums of several sets."""
-    text = repr([sorted((name, *row) for name, row in each.items()) for each in sums])
+def digest_of(sums: Sums) -> str:
+    """Return one digest over the sums of a set."""
+    text = repr(sorted((name, *row) for name, row in sums.items()))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
@@ -293,7 +274,7 @@ class Runs:
         self.low, self.high = low, high
 
     @classmethod
-    def of(cls, rows: Iterable[tuple[int, int, int, int]] | Numbers) -> Runs:
+    def of(cls, rows: Iterable[Sequence[int]] | Numbers) -> Runs:
         """Make the set of any rows ``start, width, stride, count``, which may overlap."""
         if not isinstance(rows, np.ndarray):
             rows = np.array(list(rows), np.int64)
@@ -323,21 +304,6 @@ class Runs:
             rows[:, 1] = lengths * width
             found.append(rows)
         return cls.of(np.concatenate(found) if found else [])
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> Runs:
-        """Read what ``to_bytes`` gave; raise CheckpointError for anything else."""
-        if len(data) % 32:
-            raise CheckpointError(f"{len(data)} bytes are no rows of four numbers of 8 bytes")
-        rows = np.frombuffer(data, "<i8").reshape(-1, 4)
-        # Bounded, so that no sum of them exceeds 64 bits, nor their number the memory.
-        if (rows < 0).any() or (rows > [1 << 48, 1 << 48, 1 << 48, 1 << 28]).any() or (rows[:, 3] == 0).any():
-            raise CheckpointError("rows of bytes with numbers that no file has")
-        return cls.of(rows)
-
-    def to_bytes(self) -> bytes:
-        """Return 32 bytes a row: four numbers of 8 bytes, little-endian."""
-        return self.rows.astype("<i8").tobytes()
 
     @cached_property
     def rows(self) -> Numbers:
@@ -380,6 +346,11 @@ class Runs:
         return Runs(
             np.maximum(self.low[mine], other.low[theirs]), np.minimum(self.high[mine], other.high[theirs])
         )
+
+    def minus(self, other: Runs) -> Runs:
+        """Return the bytes of this set that are not in the other."""
+        low, high = np.append(0, other.high), np.append(other.low, max(self.end, other.end))
+        return self.intersect(Runs(low[low < high], high[low < high]))
 
     def within(self, low: int, high: int) -> Runs:
         """Return the bytes from ``low`` up to ``high``."""

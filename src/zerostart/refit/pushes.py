@@ -105,26 +105,23 @@ class PushTargets:
 
     #: By rank or worker its name, None if there is none, and the bytes that it takes.
     names: Sequence[str | None]
-    wanted: Sequence[int]
-    #: Each set of elements that any worker sums up, once, and by worker the numbers of its sets.
+    wants: Sequence[Runs]
+    #: The sets of elements that are summed up, each once, and by worker the number of its set.
     sets: Sequence[Runs]
-    numbers: Sequence[Sequence[int]]
+    numbers: Sequence[int]
     #: Tensors that none of them takes anything of.
     untaken: tuple[str, ...]
 
     @classmethod
-    def of(
-        cls, image: Image, names: Sequence[str | None], wants: Sequence[Runs], sums: Sequence[Sequence[bytes]]
-    ) -> PushTargets:
-        """Put together the wants of the workers, and the sets that they sum up."""
-        numbers: dict[bytes, int] = {}
+    def of(cls, image: Image, names: Sequence[str | None], wants: Sequence[Runs]) -> PushTargets:
+        """Put together the wants of the workers."""
         # Replicas want the same, which is summed up once.
-        each = [[numbers.setdefault(data, len(numbers)) for data in theirs] for theirs in sums]
-        taken = {name for runs in wants for name in image.names(runs)}
+        sets = {runs.rows.tobytes(): runs for runs in wants}
+        numbers = [[*sets].index(runs.rows.tobytes()) for runs in wants]
+        taken = {name for runs in sets.values() for name, *_ in image.entries_in(runs)}
         tensors = image.layout.tensors
         untaken = tuple(name for name, *_ in image.entries if name not in taken and tensors[name].numel)
-        sets = [Runs.from_bytes(data) for data in numbers]
-        return cls(names, [runs.nbytes for runs in wants], sets, each, untaken)
+        return cls(names, wants, [*sets.values()], numbers, untaken)
 
 
 def prepare_model(

@@ -154,10 +154,8 @@ class _Filled:
     recipe: Recipe
     #: Whether every element of it is filled.
     whole: bool
-    #: The part of the recipe by which elements are read back.
+    #: The part of the recipe by which elements are read back. The rest the engine computes, or takes twice.
     back: Recipe
-    #: The rest: the engine computes it, or takes an element twice. The bytes read for it are summed instead.
-    rest: Recipe
 
 
 @dataclass(frozen=True)
@@ -197,17 +195,9 @@ class FillPlan:
         self._stages: dict[object, _StagePlan] = {}
         self._filled, back = self._divide(recipes.by_name, strides, recipes.partial)
         whole = self._stage_plan(tuple(self._filled), strides, frozenset(self._filled))
-        rest = [
-            (one.rest, _layout(one.rest, strides[name], False), _destination(one.rest, True))
-            for name, one in self._filled.items()
-            if one.rest.pieces
-        ]
-        #: Bytes that are summed as they are read.
-        self._read = Runs.of_reads(join(catalog, rest, EXACT))
-        #: All bytes that it reads, and the sets of elements that it sums; a set has an element once at most.
+        #: All bytes that it reads. Each element of them is summed once: read back, or else as it was read.
         self.wants = Runs.of_reads(whole.plan)
-        self.sets = [back, self._read]
-        self._names = [image.names(runs) for runs in self.sets]
+        self._unread = self.wants.minus(back)
 
     def fill(self, supply: Supply) -> None:
         """Fill the tensors, and read them back; they are of no version before ``check`` has passed.
@@ -215,8 +205,7 @@ class FillPlan:
         Raises what the engine and ``supply`` raise.
         """
         self._receiver.version = None
-        entries = self._image.by_name
-        self._digests = [Digests(entries[name] for name in names) for names in self._names]
+        self._digests = Digests(self._image.entries_in(self.wants))
         left = set(self._filled)
         stages = self._engine.stages({name: filled.whole for name, filled in self._filled.items()})
         with contextlib.closing(stages):
@@ -230,17 +219,16 @@ class FillPlan:
             raise VerifyError(
                 f"{self._engine.name} gave no room for {', '.join(sorted(left)[:8])}, which its load fills"
             )
-        supply.sum(self._image, self._read, self._digests[1])
+        supply.sum(self._image, self._unread, self._digests)
 
-    def check(self, sums: Sequence[Sums], version: int) -> None:
+    def check(self, sums: Sums, version: int) -> None:
         """Raise VerifyError, naming tensors, unless what was read back has the trainer's ``sums``."""
-        for expected, digest in zip(sums, self._digests, strict=True):
-            if names := differing(expected, digest.sums()):
-                more = f" (and {len(names) - 8} more)" if len(names) > 8 else ""
-                raise VerifyError(
-                    f"{self._engine.name}: what was read back of {', '.join(names[:8])} is not what the "
-                    f"trainer has{more}; push again"
-                )
+        if names := differing(sums, self._digests.sums()):
+            more = f" (and {len(names) - 8} more)" if len(names) > 8 else ""
+            raise VerifyError(
+                f"{self._engine.name}: what was read back of {', '.join(names[:8])} is not what the "
+                f"trainer has{more}; push again"
+            )
         self._receiver.version = version
 
     def _check_all_filled(self, tensors: Mapping[str, torch.Tensor], recipes: Mapping[str, Recipe]) -> None:
@@ -273,7 +261,6 @@ class FillPlan:
         every: list[Runs] = []
         for name, recipe in recipes.items():
             back = Recipe(recipe.target, tuple(piece for piece in recipe.pieces if not _is_computed(piece)))
-            rest = tuple(piece for piece in recipe.pieces if _is_computed(piece))
             placed = _layout(back, strides[name], False)
             runs = Runs.of_writes(plan_writes(layout, [(back, placed, _origin(back, True))], CHUNK), layout)
             own = {str(source) for piece in back.pieces for source in piece.source}
@@ -284,11 +271,11 @@ class FillPlan:
                 or any(other.intersect(runs).nbytes for source in own for other in taken.get(source, ()))
                 or not all(holds(recipe.target.dtype, torch_dtype(layout.tensors[s].dtype, s)) for s in own)
             ):
-                back, rest, runs, own = Recipe(recipe.target, ()), recipe.pieces, Runs.of([]), set()
+                back, runs, own = Recipe(recipe.target, ()), Runs.of([]), set()
             for source in own:
                 taken.setdefault(source, []).append(runs)
             every.append(runs)
-            found[name] = _Filled(recipe, name not in partial, back, Recipe(recipe.target, rest))
+            found[name] = _Filled(recipe, name not in partial, back)
         return found, every[0].union(*every[1:])
 
     def _stage_plan(
@@ -302,7 +289,7 @@ class FillPlan:
         for name in names:
             one, host, steps = self._filled[name], name in hosted, strides[name]
             wanted.append((one.recipe, _layout(one.recipe, steps, one.whole), _destination(one.recipe, host)))
-            placed = _layout(one.back, steps, one.whole and not one.rest.pieces)
+            placed = _layout(one.back, steps, one.whole and len(one.back.pieces) == len(one.recipe.pieces))
             back.append((one.back, placed, _origin(one.back, host)))
         # Windows begin with the tensor and not with a page, and so with a row of its digest.
         reading = plan_writes(self._image.layout, back, CHUNK, page=1)
@@ -325,7 +312,7 @@ class FillPlan:
             in_order = [storages[name] for name in stage.names]
             supply.fill(stage.plan, in_order)
             sources = [Source(storage) for storage in in_order]
-            write_out(stage.back, sources, None, push_threads(), self._digests[0].add_rows)
+            write_out(stage.back, sources, None, push_threads(), self._digests.add_rows)
 
 
 def _is_computed(piece: Piece) -> bool:

@@ -22,8 +22,8 @@ from zerostart.refit.pushes import (
     prepare_model,
 )
 from zerostart.refit.receiver import Receiver
-from zerostart.refit.server import WorkerServer
-from zerostart.refit.wire import Channel, Driver, connect, socket_path
+from zerostart.refit.server import Worker, WorkerServer
+from zerostart.refit.wire import Driver, connect, socket_path
 from zerostart.refit.within import WithinRanks
 from zerostart.transfer.meter import PeakMeter
 from zerostart.transfer.tuning import push_threads
@@ -112,7 +112,7 @@ class Refitter:
                     self._sums.begin()
                     moved = way.move(writes, self._sums)
                 expected = self._sums.summed(world)
-            sums = [[expected[number] for number in numbers] for numbers in targets.numbers]
+            sums = [expected[number] for number in targets.numbers]
             self.version += 1
             with _record_seconds(phases, "fill"):
                 way.serve(self.version, sums)
@@ -120,8 +120,8 @@ class Refitter:
             (phases, meter.host_bytes, meter.device_bytes or 0), "figures of a push"
         )
         workers = tuple(
-            WorkerReport(name, self.version, wanted, digest_of(found))
-            for name, wanted, found in zip(targets.names, targets.wanted, sums, strict=True)
+            WorkerReport(name, self.version, wants.nbytes, digest_of(found))
+            for name, wants, found in zip(targets.names, targets.wants, sums, strict=True)
             if name is not None
         )
         return PushReport(
@@ -130,7 +130,7 @@ class Refitter:
             phases={key: max(each[0][key] for each in figures) for key in phases},
             owned_bytes=writes.image.layout.total_size,
             moved_bytes=moved,
-            wanted_bytes=sum(targets.wanted),
+            wanted_bytes=sum(wants.nbytes for wants in targets.wants),
             peak_host_bytes=max(each[1] for each in figures),
             peak_device_bytes=max(each[2] for each in figures),
             workers=workers,
@@ -192,8 +192,8 @@ class WorkerProcesses:
             raise
         self._targets: PushTargets | None = None
         self._is_first = True
-        #: Connections of the workers that rank 0 has announced to all ranks.
-        self._announced: list[Channel] = []
+        #: Workers that rank 0 has announced to all ranks.
+        self._announced: list[Worker] = []
 
     def agree_on_targets(self, writes: ModelWrites) -> PushTargets:
         """Wait for the workers and agree which bytes each takes; collective."""
@@ -213,7 +213,7 @@ class WorkerProcesses:
         write_out(writes.plan, writes.storages, self._shared.part, push_threads(), sums.add_rows)
         return writes.image.layout.total_size
 
-    def serve(self, version: int, sums: Sequence[Sequence[Sums]]) -> None:
+    def serve(self, version: int, sums: Sequence[Sums]) -> None:
         """Publish the version to the workers; collective."""
         self._world.broadcast_slow(lambda: self._serve(version, sums), "publishing the version")
 
@@ -267,31 +267,27 @@ class WorkerProcesses:
         if not expected:
             server.wait_for(count)
         self._is_first = False
-        server.settle()
-        if len(server.workers) < expected:
+        self._workers = server.connected()
+        if len(self._workers) < expected:
             # A push to some workers only would leave one engine with two versions.
             raise PeerError(
-                f"{len(server.workers)} of the engine's {expected} workers are connected; nothing was "
+                f"{len(self._workers)} of the engine's {expected} workers are connected; nothing was "
                 "pushed: call zerostart.refit again to reconnect the engine"
             )
-        workers = server.workers.values()
-        channels = [worker.channel for worker in workers]
-        if channels == self._announced:
+        if self._workers == self._announced:
             return None
-        self._announced = channels
-        return PushTargets.of(
-            self._image, [*server.workers], [w.wants for w in workers], [w.sets for w in workers]
-        )
+        self._announced = self._workers
+        names, wants = [w.name for w in self._workers], [w.wants for w in self._workers]
+        return PushTargets.of(self._image, names, wants)
 
-    def _serve(self, version: int, sums: Sequence[Sequence[Sums]]) -> None:
+    def _serve(self, version: int, sums: Sequence[Sums]) -> None:
         server, driver, timeout = self._server, self._driver, self._settings.timeout
         assert server is not None, "rank 0 has it"
-        by_name = dict(zip(server.workers, sums, strict=True))
         if driver is None:
-            server.serve(version, by_name, lambda: None)
+            server.serve(self._workers, version, sums, lambda: None)
             return
         call = _Call(lambda: driver.follow(version), f"the engine did not take version {version}")
-        server.serve(version, by_name, call.check)
+        server.serve(self._workers, version, sums, call.check)
         call.message = f"all workers have version {version}, but the engine's own call failed"
         call.wait(timeout)
         if (served := getattr(driver, "served", None)) is not None:

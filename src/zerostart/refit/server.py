@@ -12,12 +12,12 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from zerostart.errors import ConfigError, ConversionError, PeerError, VerifyError, ZerostartError
+from zerostart.errors import ConfigError, ConversionError, PeerError, VerifyError
 from zerostart.refit.image import Image, Runs, Sums, make_memory
 from zerostart.refit.wire import PROTOCOL, Channel, Message, listen
 
@@ -26,17 +26,13 @@ logger = logging.getLogger("zerostart")
 HELLO_TIMEOUT_S = 20.0
 
 
-@dataclass
+@dataclass(frozen=True)
 class Worker:
-    """A worker that is connected."""
+    """A worker that is connected, and the bytes of the image that it takes."""
 
     name: str
     channel: Channel
     wants: Runs
-    #: Sets of elements of which it sums up digests, as ``Runs.to_bytes``.
-    sets: Sequence[bytes]
-    #: Whether it has confirmed the last version.
-    serves: bool = False
 
 
 class WorkerServer:
@@ -46,10 +42,9 @@ class WorkerServer:
         """Raises ConfigError if nobody can listen at ``path``, and WriteError for want of memory."""
         self._image, self._timeout, self._strict = image, timeout, strict
         self._changed = threading.Condition()
-        self._arrived: dict[str, Worker] = {}
-        self._refused: dict[str, str] = {}
+        self._workers: dict[str, Worker] = {}
+        self._refused: list[str] = []
         self._is_closing = False
-        self.workers: dict[str, Worker] = {}
         self._listener, self.path = listen(path)
         # Also at the end of a script that does not close it.
         self._remove = weakref.finalize(self, _remove_socket, os.getpid(), self.path, path is None)
@@ -65,11 +60,10 @@ class WorkerServer:
         self._listener.close()
         self._remove()
         with self._changed:
-            everybody = [*self.workers.values(), *self._arrived.values()]
-            self.workers, self._arrived = {}, {}
-        for worker in everybody:
+            workers = [*self._workers.values()]
+        for worker in workers:
             try:
-                if is_over and not worker.channel.waiting():  # that of one that has gone is at its end
+                if is_over and not worker.channel.is_lost:
                     worker.channel.send("close", {}, deadline=time.monotonic() + 1)
             except PeerError as error:
                 logger.warning("%s", error)
@@ -83,7 +77,7 @@ class WorkerServer:
         """
         deadline = time.monotonic() + self._timeout
         with self._changed:
-            while len(names := self.workers.keys() | self._arrived.keys()) < count:
+            while len(names := [*self._workers]) < count:
                 self._check_refused()
                 check()
                 if time.monotonic() > deadline:
@@ -94,64 +88,58 @@ class WorkerServer:
                 self._changed.wait(min(0.25, max(0.0, deadline - time.monotonic())))
             self._check_refused()
 
-    def settle(self) -> None:
-        """Take in the workers that have come; raise PeerError if some have gone, which are left out then."""
+    def connected(self) -> list[Worker]:
+        """Return the workers; raise PeerError if some have gone, which are left out the next time."""
         with self._changed:
-            arrived, self._arrived = self._arrived, {}
-        for name, worker in arrived.items():
-            if (before := self.workers.pop(name, None)) is not None:
-                logger.warning("worker %s has come back: the next push brings it up to date", name)
-                before.channel.close()
-            self.workers[name] = worker
-        for worker in self.workers.values():
-            self._drain(worker)
-        gone = [name for name, worker in self.workers.items() if worker.channel.closed]
-        for name in gone:
-            del self.workers[name]
+            gone = [name for name, worker in self._workers.items() if worker.channel.is_lost]
+            for name in gone:
+                self._workers.pop(name).channel.close()
+            workers = [*self._workers.values()]
         if gone:
             raise PeerError(
                 f"{', '.join(gone)} died, or stopped answering, since the last push; nothing was pushed. "
                 "The next push goes on without, or with it where it has come back"
             )
+        return workers
 
-    def serve(self, version: int, sums: Mapping[str, Sequence[Sums]], check: Callable[[], None]) -> None:
-        """Have all workers fill in ``version``, whose ``sums`` are by worker; return when they serve it.
+    def serve(
+        self, workers: Sequence[Worker], version: int, sums: Sequence[Sums], check: Callable[[], None]
+    ) -> None:
+        """Have the ``workers`` fill in ``version``, with these ``sums``; return when they serve it.
 
         Raises what ``check`` raises, PeerError, naming the workers that are lost, and VerifyError if what one
         read back differs.
         """
         deadline = time.monotonic() + self._timeout
 
-        def exchange(worker: Worker) -> str:
+        def exchange(worker: Worker, expected: Sums) -> str:
             """Return the worker's failure; empty if it serves the version."""
-            worker.serves = False
-            worker.channel.send("fill", {"version": version, "sums": sums[worker.name]}, deadline=deadline)
+            worker.channel.send("fill", {"version": version, "sums": expected}, deadline=deadline)
             while True:
                 answer = worker.channel.receive("serving", "failed", deadline=deadline, check=check)
                 # It may have answered to a version that was given up since.
                 if answer.body.get("version") == version:
-                    break
-            worker.serves = answer.kind == "serving"
-            return "" if worker.serves else f"worker {worker.name}: {answer.body.get('why')}"
+                    return str(answer.body.get("why", ""))
 
-        failed, lost, other = [], [], []
-        with ThreadPoolExecutor(max(1, len(self.workers)), "zerostart-refit-worker") as pool:
-            waiting = {name: pool.submit(exchange, worker) for name, worker in self.workers.items()}
-        for name, result in waiting.items():
-            error = result.exception()
-            if error is None:
-                failed += [result.result()] if result.result() else []
-            elif self.workers[name].channel.closed:
-                lost.append(name)
-                del self.workers[name]
+        with ThreadPoolExecutor(max(1, len(workers)), "zerostart-refit-worker") as pool:
+            results = [pool.submit(exchange, *each) for each in zip(workers, sums, strict=True)]
+        failed, lost, serving = [], [], []
+        for worker, result in zip(workers, results, strict=True):
+            if (error := result.exception()) is None:
+                why = result.result()
+                failed += [f"worker {worker.name}: {why}"] if why else []
+                serving += [] if why else [worker.name]
+            elif worker.channel.closed:
+                lost.append(worker.name)
                 logger.warning(
-                    "worker %s is lost; pushes go on without it until it comes back: %s", name, error
+                    "worker %s is lost; pushes go on without it until it comes back: %s", worker.name, error
                 )
+                with self._changed:
+                    if self._workers.get(worker.name) is worker:
+                        del self._workers[worker.name]
             else:
-                other.append(error)
-        if other:
-            raise other[0]
-        rest = ", ".join(name for name, worker in self.workers.items() if worker.serves) or "nobody"
+                raise error
+        rest = ", ".join(serving) or "nobody"
         if failed:
             raise VerifyError(
                 f"{'; '.join(failed)}. It serves no version now; version {version} is served by {rest}; push "
@@ -164,20 +152,11 @@ class WorkerServer:
                 "back"
             )
 
-    def _drain(self, worker: Worker) -> None:
-        while not worker.channel.closed and worker.channel.waiting():
-            try:
-                worker.channel.receive("serving", "failed", deadline=time.monotonic() + 1)
-            except PeerError as error:
-                logger.warning("%s", error)
-
     def _check_refused(self) -> None:
         """Raise ConversionError if a worker cannot take the image."""
-        refused, self._refused = self._refused, {}
+        refused, self._refused = self._refused, []
         if refused:
-            name, why = next(iter(refused.items()))
-            more = f" (and {len(refused) - 1} more workers)" if len(refused) > 1 else ""
-            raise ConversionError(f"worker {name} cannot take these weights{more}: {why}")
+            raise ConversionError("; ".join(refused))
 
     # Arrivals, in threads of their own.
 
@@ -193,22 +172,20 @@ class WorkerServer:
             threading.Thread(target=self._welcome, args=(connection,), daemon=True).start()
 
     def _welcome(self, connection: socket.socket) -> None:
+        channel = None
         try:
             channel = Channel(connection, "a process that has connected")
-            try:
-                self._greet(channel)
-            except BaseException:
-                channel.close()
-                raise
-        except ZerostartError as error:
+            self._greet(channel)
+        except Exception as error:
             logger.warning("a worker could not join: %s", error)
+            if channel is not None:
+                channel.close()
 
     def _greet(self, channel: Channel) -> None:
         hello = channel.receive("hello", "rank", deadline=time.monotonic() + HELLO_TIMEOUT_S)
         deadline = time.monotonic() + self._timeout
-        image = self._image.to_bytes()
         if hello.kind == "rank":
-            channel.send("image", {}, image, deadline=deadline, descriptor=self._descriptor)
+            channel.send("image", {}, self._descriptor, deadline=deadline)
             channel.close()
             return
         name = str(hello.body.get("name"))[:200]
@@ -216,23 +193,22 @@ class WorkerServer:
         if why := self._refusal(name, hello):
             channel.send("refused", {"why": why}, deadline=deadline)
             raise ConfigError(f"worker {name}: {why}")
-        body = {"strict": self._strict}
-        channel.send("image", body, image, deadline=deadline, descriptor=self._descriptor)
+        body = {"entries": self._image.entries, "strict": self._strict}
+        channel.send("image", body, self._descriptor, deadline=deadline)
         answer = channel.receive("wants", "refused", deadline=deadline)
         with self._changed:
-            if answer.kind == "refused":
-                self._refused[name] = str(answer.body.get("why"))
-            else:
-                wants, *sets = answer.parts or [b""]
-                runs = Runs.from_bytes(wants)
-                if any(each.end > self._image.nbytes for each in (runs, *map(Runs.from_bytes, sets))):
-                    raise PeerError(f"worker {name} wants bytes behind the end of the image")
-                self._arrived[name] = Worker(name, channel, runs, sets)
-                if self._is_closing:
-                    channel.close()
             self._changed.notify_all()
-        if answer.kind == "refused":
-            channel.close()
+            if answer.kind == "refused":
+                why = f"worker {name} cannot take these weights: {answer.body['why']}"
+                self._refused.append(why)
+                raise ConversionError(why)
+            worker = Worker(name, channel, Runs.of(answer.body["rows"]))
+            if worker.wants.end > self._image.nbytes or self._is_closing:
+                raise PeerError(f"worker {name} wants bytes behind the end of the image, or comes too late")
+            if (before := self._workers.get(name)) is not None:
+                logger.warning("worker %s has come back: the next push brings it up to date", name)
+                before.channel.close()
+            self._workers[name] = worker
 
     def _refusal(self, name: str, hello: Message) -> str:
         """Return the reason not to take in a worker, if there is one."""
@@ -242,8 +218,8 @@ class WorkerServer:
                 "same zerostart on both sides"
             )
         with self._changed:
-            before = self._arrived.get(name) or self.workers.get(name)
-        if before is not None and not before.channel.closed and not before.channel.waiting():
+            before = self._workers.get(name)
+        if before is not None and not before.channel.is_lost:
             return f"another worker is connected under the name {name}: give each a name of its own"
         return ""
 

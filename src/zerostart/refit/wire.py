@@ -1,17 +1,16 @@
 """Exchange control messages of a refit over a Unix socket, and call the engines that take part.
 
 Both processes belong to one user on one machine, and ask the kernel for the user id of the other. A message
-contains JSON and bytes, never a pickle, and may pass one file descriptor. Every send and receive has one
-deadline for the whole message.
+is one packet: its kind, the descriptor of an anonymous file with a JSON object, and possibly a descriptor of
+the image. So a message arrives whole or not at all, and a wait for it has one deadline.
 """
 
 from __future__ import annotations
 
-import array
 import json
 import os
 import re
-import selectors
+import select
 import socket
 import struct
 import tempfile
@@ -25,21 +24,18 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 from zerostart.errors import ConfigError, PeerError
 
 #: Version of the message format; trainer and worker must have the same.
-PROTOCOL = 2
-#: Maximum size of one message, in bytes.
-MAX_MESSAGE_BYTES = 1 << 30
+PROTOCOL = 3
+#: Maximum length of the kind of a message, in bytes.
+MAX_KIND_BYTES = 32
 #: Seconds between two calls of ``check`` while a side waits for a message.
 POLL_S = 0.25
-#: Prefix of a message: length of its JSON header and of all its parts, in bytes.
-_LENGTHS = struct.Struct("!QQ")
 
 
 class Message(NamedTuple):
-    """A received message: kind, JSON object, byte strings, and a file descriptor or -1."""
+    """A received message: kind, JSON object, and a file descriptor or -1."""
 
     kind: str
     body: dict[str, Any]
-    parts: list[bytes]
     descriptor: int
 
 
@@ -59,7 +55,7 @@ def listen(path: Path | None) -> tuple[socket.socket, Path]:
 
     Only processes of the same user can connect.
     """
-    listener = socket.socket(socket.AF_UNIX)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         if path is None:
             path = Path(tempfile.mkdtemp(prefix="zerostart-refit-")) / "workers"
@@ -80,7 +76,7 @@ def listen(path: Path | None) -> tuple[socket.socket, Path]:
 
 def _remove_socket(path: Path) -> None:
     """Delete an unused socket file; raise ConfigError if a process listens at it."""
-    with socket.socket(socket.AF_UNIX) as probe:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
         try:
             probe.connect(str(path))
         except ConnectionRefusedError:
@@ -92,7 +88,7 @@ def _remove_socket(path: Path) -> None:
 def connect(path: Path, deadline: float) -> Channel:
     """Connect to the trainer at ``path``, retrying until ``deadline``; raise PeerError."""
     while True:
-        connection = socket.socket(socket.AF_UNIX)
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             connection.settimeout(max(0.01, deadline - time.monotonic()))
             connection.connect(str(path))
@@ -120,26 +116,21 @@ class Channel:
             self.close()
             raise PeerError(f"{who} is a process of user {user}, and this one of user {os.geteuid()}")
 
-    def send(
-        self, kind: str, body: dict[str, Any], *parts: bytes, deadline: float, descriptor: int = -1
-    ) -> None:
-        """Send a message before ``deadline``."""
-        header = json.dumps({"kind": kind, "body": body, "parts": [len(part) for part in parts]}).encode()
-        data = memoryview(b"".join([_LENGTHS.pack(len(header), sum(map(len, parts))), header, *parts]))
-        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))]
+    def send(self, kind: str, body: dict[str, Any], *descriptors: int, deadline: float) -> None:
+        """Send a message, and possibly a file descriptor, before ``deadline``."""
         try:
-            while data:
+            with os.fdopen(os.memfd_create("zerostart-message"), "w", encoding="utf-8") as file:
+                json.dump(body, file)
+                file.flush()
                 self._socket.settimeout(max(0.001, deadline - time.monotonic()))
-                sent = self._socket.sendmsg([data], ancillary if descriptor >= 0 else [])
-                data, descriptor = data[sent:], -1
+                socket.send_fds(self._socket, [kind.encode()], [file.fileno(), *descriptors])
         except OSError as error:
             raise self._fail(error) from error
 
     def receive(self, *kinds: str, deadline: float, check: Callable[[], None] = lambda: None) -> Message:
         """Receive the next message, of one of ``kinds``, before ``deadline``.
 
-        Until the message begins, ``check`` is called every ``POLL_S`` seconds. If ``check`` raises, the
-        connection stays open.
+        Meanwhile ``check`` is called every ``POLL_S`` seconds. If it raises, the connection stays open.
         """
         while not self.waiting(min(POLL_S, max(0.0, deadline - time.monotonic()))):
             check()
@@ -147,56 +138,42 @@ class Channel:
                 raise self._fail(TimeoutError("it did not answer in time"))
         descriptors: list[int] = []
         try:
-            header_size, part_size = _LENGTHS.unpack(self._read(_LENGTHS.size, deadline, descriptors))
-            if header_size + part_size > MAX_MESSAGE_BYTES:
-                raise ValueError(f"a message of {header_size + part_size} bytes is too long")
-            header = json.loads(self._read(header_size, deadline, descriptors))
-            kind, body, sizes = str(header["kind"]), dict(header["body"]), header["parts"]
-            parts = [self._read(int(size), deadline, descriptors) for size in sizes]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            _close_all(descriptors)
+            kind, descriptors, *_ = socket.recv_fds(self._socket, MAX_KIND_BYTES, 2, socket.MSG_CMSG_CLOEXEC)
+            if kind.decode() not in kinds or not descriptors:
+                raise ValueError(
+                    f"it sent {kind!r}, expected {' or '.join(kinds)}" if kind else "it has ended"
+                )
+            with os.fdopen(descriptors.pop(0), encoding="utf-8") as file:
+                file.seek(0)  # the sender's position is at the end
+                body = dict(json.load(file))
+        except (OSError, ValueError, TypeError) as error:
+            for descriptor in descriptors:
+                os.close(descriptor)
             raise self._fail(error) from error
-        if kind not in kinds:
-            _close_all(descriptors)
-            raise self._fail(ValueError(f"it sent {kind!r:.40}, expected {' or '.join(kinds)}"))
-        return Message(kind, body, parts, descriptors[0] if descriptors else -1)
+        return Message(kind.decode(), body, *(descriptors or [-1]))
 
     def waiting(self, seconds: float = 0.0) -> bool:
         """Wait for a message or the end of the connection; False after ``seconds``."""
-        if self.closed:
-            return True
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._socket, selectors.EVENT_READ)
-            return bool(selector.select(seconds))
+        return self.closed or self._poll(select.POLLIN, seconds)
+
+    @property
+    def is_lost(self) -> bool:
+        """True if the peer has closed the connection, or this side has."""
+        return self.closed or self._poll(select.POLLRDHUP, 0.0)
 
     def close(self) -> None:
         """Close the connection."""
         self.closed = True
         self._socket.close()
 
-    def _read(self, count: int, deadline: float, descriptors: list[int]) -> bytes:
-        if count < 0 or count > MAX_MESSAGE_BYTES:
-            raise ValueError(f"a part of {count} bytes is out of range")
-        data = bytearray()
-        while len(data) < count:
-            self._socket.settimeout(max(0.001, deadline - time.monotonic()))
-            part, found, *_ = socket.recv_fds(
-                self._socket, min(count - len(data), 1 << 20), 1, socket.MSG_CMSG_CLOEXEC
-            )
-            descriptors += found
-            if not part:
-                raise OSError("it closed the connection")
-            data += part
-        return bytes(data)
+    def _poll(self, event: int, seconds: float) -> bool:
+        poll = select.poll()
+        poll.register(self._socket, event)
+        return bool(poll.poll(1000 * seconds))
 
     def _fail(self, error: BaseException) -> PeerError:
-        self.close()  # the rest of an incomplete message cannot be read later
+        self.close()
         return PeerError(f"the connection with {self.who} is lost: {error}")
-
-
-def _close_all(descriptors: list[int]) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)
 
 
 @runtime_checkable
@@ -225,21 +202,12 @@ class Driver(Protocol):
         ...
 
 
-class _Redirects(urllib.request.HTTPRedirectHandler):
-    """Turns a redirect into an error: a server does not choose the addresses that zerostart asks."""
-
-    def redirect_request(self, *_: Any) -> None:
-        return None
-
-
 class Server:
     """A server at ``http://HOST:PORT``; raises PeerError for any answer but success."""
 
     def __init__(self, address: str, missing: str = "") -> None:
         """``missing`` says what to do if a route is missing."""
-        self.address = address.rstrip("/")
-        self._missing = missing
-        self._opener = urllib.request.build_opener(_Redirects)
+        self.address, self._missing = address.rstrip("/"), missing
 
     def call(self, route: str, body: Mapping[str, Any] | None = None, timeout: float | None = None) -> Any:
         """Post ``body``, or ask for something without one.
@@ -251,7 +219,7 @@ class Server:
             f"{self.address}/{route}", data, {"Content-Type": "application/json"}
         )
         try:
-            with self._opener.open(request, timeout=timeout) as answer:
+            with urllib.request.urlopen(request, timeout=timeout) as answer:
                 text = answer.read()
         except urllib.error.HTTPError as error:
             if error.code == 404 and self._missing:

@@ -292,20 +292,20 @@ class WithinRanks:
     def agree_on_targets(self, ready: ModelWrites) -> PushTargets:
         """Agree which rank takes which bytes; collective."""
         world = self._world
-        own, taken, sets = Runs.of_writes(ready.plan, ready.image.layout), b"", list[bytes]()
+        own, taken = Runs.of_writes(ready.plan, ready.image.layout), Runs.of([])
         with world.phase("planning"):
             if self._receiver is not None:
                 if self._fill is None or self._image is not ready.image:
                     self._fill = FillPlan(self._receiver, ready.image, self._strict)
                     self._image = ready.image
-                taken, sets = self._fill.wants.to_bytes(), [each.to_bytes() for each in self._fill.sets]
-        demands = world.all_gather_object((own.to_bytes(), taken, sets), "planning the messages")
+                taken = self._fill.wants
+        demand = own.rows.tolist(), taken.rows.tolist()
+        demands = world.all_gather_object(demand, "planning the messages")
         if self._targets is None or self._last_demands != (ready.image.entries, demands):
             self._last_demands = ready.image.entries, demands
-            self._owns = [Runs.from_bytes(data) for data, *_ in demands]
-            self._wants = [Runs.from_bytes(data) for _, data, _ in demands]
-            summed = [sums for *_, sums in demands]
-            self._targets = PushTargets.of(ready.image, self._names, self._wants, summed)
+            self._owns = [Runs.of(rows) for rows, _ in demands]
+            self._wants = [Runs.of(rows) for _, rows in demands]
+            self._targets = PushTargets.of(ready.image, self._names, self._wants)
         self._device = self._choose_device(ready)
         return self._targets
 
@@ -321,7 +321,7 @@ class WithinRanks:
         own_bytes = sum(own.intersect(want).nbytes for own, want in zip(self._owns, self._wants, strict=True))
         return sum(runs.nbytes for runs in self._wants) - own_bytes
 
-    def serve(self, version: int, sums: Sequence[Sequence[Sums]]) -> None:
+    def serve(self, version: int, sums: Sequence[Sums]) -> None:
         """Verify the copied values and notify the engines; collective."""
         world, failed = self._world, ""
         with world.phase("verifying the copied weights"):
@@ -397,8 +397,8 @@ class WeightSource:
                 raise ConfigError(
                     "the model's tensors have changed since weight_source was called; call it again"
                 )
-            own = Runs.of_writes(ready.plan, image.layout).to_bytes()
-            owns = [Runs.from_bytes(data) for data in world.all_gather_object(own, "planning the messages")]
+            own = Runs.of_writes(ready.plan, image.layout).rows.tolist()
+            owns = [Runs.of(rows) for rows in world.all_gather_object(own, "planning the messages")]
             wants = [Runs.of([(0, image.nbytes, 0, number in self._targets)]) for number in range(world.size)]
             sums, device = SetSums(image, []), torch.device("cpu")
             rounds = Rounds(ready, owns, wants, sums, world, device)
