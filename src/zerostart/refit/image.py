@@ -13,7 +13,7 @@ import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import NoReturn
 
 import numpy as np
@@ -166,8 +166,8 @@ class SetSums:
 
     def __init__(self, image: Image, sets: Sequence[Runs]) -> None:
         self._image, self._sets = image, sets
-        #: By row of a write: by set the element, elements, distance and rows that it has of it.
-        self._met: dict[tuple[str, int, int, int, int], list[tuple[int, int, int, int, int]]] = {}
+        #: Each push writes the same rows, so where they meet the sets is computed once.
+        self._met = cache(lambda *row: [*self._meet(*row)])
         self.begin()
 
     def begin(self) -> None:
@@ -177,17 +177,14 @@ class SetSums:
     def add_rows(self, name: str, first: int, step: int, data: torch.Tensor) -> None:
         """Add rows of a tensor, as ``Digests.add_rows``; called from several threads."""
         rows, count = data.shape
-        key = (name, first, step, rows, count)
-        # Computed once: each push writes the same.
-        if (met := self._met.get(key)) is None:
-            met = self._met[key] = list(self._meet(*key))
-        for number, low, wide, apart, many in met:
+        for number, low, wide, apart, many in self._met(name, first, step, rows, count):
             part = data.as_strided((many, wide), (apart, 1), int(data.storage_offset()) + low)
             self._digests[number].add_rows(name, first + low, apart, part)
 
     def _meet(
         self, name: str, first: int, step: int, rows: int, count: int
     ) -> Iterator[tuple[int, int, int, int, int]]:
+        """Yield by set the element, elements, distance and rows that it has of the rows of a write."""
         entry = self._image.layout.tensors[name]
         size = DTYPE_BITS[entry.dtype] // 8
         begin = entry.offset + first * size

@@ -17,14 +17,13 @@ import torch
 from torch import nn
 
 from zerostart.checkpoint.digest import Digests
-from zerostart.checkpoint.storage import Reader, Rows
 from zerostart.distributed.world import default_device
 from zerostart.errors import ConfigError, ConversionError, VerifyError
 from zerostart.geometry import Box, Piece
 from zerostart.geometry.layout import Layout, LocalBox
 from zerostart.recipe import Computed, Recipe, symbols_of, torch_dtype
 from zerostart.recipe.dtypes import holds
-from zerostart.refit.image import Image, Runs, Sums, differing
+from zerostart.refit.image import Image, ImagePart, Runs, Sums, differing
 from zerostart.refit.loaders import trace_loader
 from zerostart.transfer.execute import Progress, execute
 from zerostart.transfer.planning import Destination, Plan, PlanOptions, join
@@ -100,22 +99,26 @@ class Supply(Protocol):
 class FromReader:
     """Bytes that are in memory already."""
 
-    reader: Reader
+    reader: ImagePart
 
     def fill(self, plan: Plan, storages: Sequence[torch.Tensor]) -> None:
         execute(plan, storages, Progress(0, False), push_threads(), self.reader)
 
     def sum(self, image: Image, runs: Runs, digests: Digests) -> None:
         for part in runs.batches(CHUNK):
-            for name, first, count, step, rows in image.rows(part):
-                entry = image.layout.tensors[name]
-                width = entry.nbytes // entry.numel
-                data = bytearray(rows * count * width)
-                wanted = Rows(rows, count * width, step * width)
-                self.reader.gather(0, entry.offset + first * width, wanted, memoryview(data), count * width)
-                # As elements, so that rows that begin at the same place of a digest's are summed together.
-                elements = torch.frombuffer(data, dtype=torch_dtype(entry.dtype, name)).view(rows, count)
-                digests.add_rows(name, first, step, elements)
+            sum_rows(image, part, digests, self.reader.rows)
+
+
+def sum_rows(
+    image: Image, runs: Runs, digests: Digests, rows_at: Callable[[int, int, int, int], torch.Tensor]
+) -> None:
+    """Add elements to ``digests``; ``rows_at`` gives bytes by start, width, stride and number of rows."""
+    for name, first, count, step, rows in image.rows(runs):
+        entry = image.layout.tensors[name]
+        dtype = torch_dtype(entry.dtype, name)
+        begin, width = entry.offset + first * dtype.itemsize, count * dtype.itemsize
+        # As elements, so that rows that begin at the same place of a digest's are summed together.
+        digests.add_rows(name, first, step, rows_at(begin, width, step * dtype.itemsize, rows).view(dtype))
 
 
 class Receiver:
@@ -158,16 +161,6 @@ class _Filled:
     back: Recipe
 
 
-@dataclass(frozen=True)
-class _StagePlan:
-    """How the tensors of a stage are filled and read back."""
-
-    names: tuple[str, ...]
-    plan: Plan
-    #: How the tensors are read back.
-    back: WritePlan
-
-
 class FillPlan:
     """How an engine is filled from an image, again and again: ``fill``, then ``check``."""
 
@@ -192,11 +185,11 @@ class FillPlan:
             )
         if strict:
             self._check_all_filled(tensors, recipes.by_name)
-        self._stages: dict[object, _StagePlan] = {}
+        self._stages: dict[object, tuple[Plan, WritePlan]] = {}
         self._filled, back = self._divide(recipes.by_name, strides, recipes.partial)
-        whole = self._stage_plan(tuple(self._filled), strides, frozenset(self._filled))
+        filling, _ = self._stage_plan(tuple(self._filled), strides, frozenset(self._filled))
         #: All bytes that it reads. Each element of them is summed once: read back, or else as it was read.
-        self.wants = Runs.of_reads(whole.plan)
+        self.wants = Runs.of_reads(filling)
         self._unread = self.wants.minus(back)
 
     def fill(self, supply: Supply) -> None:
@@ -206,19 +199,11 @@ class FillPlan:
         """
         self._receiver.version = None
         self._digests = Digests(self._image.entries_in(self.wants))
-        left = set(self._filled)
         stages = self._engine.stages({name: filled.whole for name, filled in self._filled.items()})
         with contextlib.closing(stages):
             for stage in stages:
                 with stage as given:
-                    mine = {name: given[name] for name in given if name in self._filled}
-                    left -= mine.keys()
-                    if mine:
-                        self._fill_stage(mine, supply)
-        if left:
-            raise VerifyError(
-                f"{self._engine.name} gave no room for {', '.join(sorted(left)[:8])}, which its load fills"
-            )
+                    self._fill_stage({name: given[name] for name in given if name in self._filled}, supply)
         supply.sum(self._image, self._unread, self._digests)
 
     def check(self, sums: Sums, version: int) -> None:
@@ -280,8 +265,8 @@ class FillPlan:
 
     def _stage_plan(
         self, names: tuple[str, ...], strides: Mapping[str, tuple[int, ...]], hosted: frozenset[str]
-    ) -> _StagePlan:
-        """Plan a stage, of whose tensors ``hosted`` are in host memory."""
+    ) -> tuple[Plan, WritePlan]:
+        """Plan how a stage is filled and read back; ``hosted`` of its tensors are in host memory."""
         key = (names, tuple(strides[name] for name in names), hosted)
         if key in self._stages:
             return self._stages[key]
@@ -293,8 +278,7 @@ class FillPlan:
             back.append((one.back, placed, _origin(one.back, host)))
         # Windows begin with the tensor and not with a page, and so with a row of its digest.
         reading = plan_writes(self._image.layout, back, CHUNK, page=1)
-        plan = _StagePlan(names, join(self._image.catalog(), wanted, EXACT), reading)
-        return self._stages.setdefault(key, plan)
+        return self._stages.setdefault(key, (join(self._image.catalog(), wanted, EXACT), reading))
 
     def _fill_stage(self, tensors: Mapping[str, torch.Tensor], supply: Supply) -> None:
         for name, tensor in tensors.items():
@@ -306,13 +290,11 @@ class FillPlan:
                 )
         strides = {name: tensor.stride() for name, tensor in tensors.items()}
         hosted = frozenset(name for name, tensor in tensors.items() if tensor.device.type == "cpu")
-        stage = self._stage_plan(tuple(tensors), strides, hosted)
-        storages = {name: _storage(tensor) for name, tensor in tensors.items()}
+        filling, reading = self._stage_plan(tuple(tensors), strides, hosted)
+        storages = [_storage(tensor) for tensor in tensors.values()]
         with torch.no_grad():
-            in_order = [storages[name] for name in stage.names]
-            supply.fill(stage.plan, in_order)
-            sources = [Source(storage) for storage in in_order]
-            write_out(stage.back, sources, None, push_threads(), self._digests.add_rows)
+            supply.fill(filling, storages)
+            write_out(reading, [*map(Source, storages)], None, push_threads(), self._digests.add_rows)
 
 
 def _is_computed(piece: Piece) -> bool:

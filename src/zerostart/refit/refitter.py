@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 
 from torch import nn
 
@@ -44,8 +43,13 @@ class Refitter:
         self._image: Image | None = None
         self._targets: PushTargets | None = None
         self._way: WithinRanks | WorkerProcesses | None = None
-        _check_same_arguments(settings, world)
+        every = world.all_gather_object(settings, "comparing the arguments")
         with world.phase("inspecting the target"):
+            if (rank := next((r for r, other in enumerate(every) if other != every[0]), 0)) != 0:
+                raise ConfigError(
+                    f"zerostart.refit has {every[0]} on rank 0, but {every[rank]} on rank {rank}: call it "
+                    "with the same arguments on every rank"
+                )
             settings.check()
             driver = _find_driver(target)
             local = None if target is model else _find_local_target(target, driver)
@@ -61,17 +65,13 @@ class Refitter:
         kinds = world.all_gather_object(kind if local is None else "inside", "inspecting the target")
         is_local = "inside" in kinds
         with world.phase("starting a refit"):
-            if is_local and kinds[world.rank] in ("other", "engine"):
+            kind, leads = kinds[world.rank], kinds[0] == "engine" and not getattr(driver, "in_process", False)
+            fits = kind == "none" or is_local == (kind == "inside")
+            if not fits or (kind == "engine" and world.rank and not leads):
                 raise ConfigError(
-                    f"target is a {type(target).__name__} on rank {world.rank}, but other ranks passed an "
-                    "engine that runs in the rank: pass the same kind on every rank, or None on "
-                    "ranks without a part of it"
-                )
-            rank_0_leads = kinds[0] == "engine" and not getattr(driver, "in_process", False)
-            if kinds[world.rank] == "engine" and world.rank and not rank_0_leads:
-                raise ConfigError(
-                    f"target is an engine on rank {world.rank}, whose workers are other processes: pass it "
-                    "on rank 0 only, and None on the other ranks"
+                    f"target is a {type(target).__name__} on rank {world.rank}, but other ranks have another "
+                    "kind: pass engines that run in the ranks on every rank that has one, an engine whose "
+                    "workers are other processes on rank 0 only, and None on the others"
                 )
         if is_local:
             self._way = WithinRanks(local, driver, settings.strict, world)
@@ -331,18 +331,6 @@ def _find_local_target(target: object, driver: Driver | None) -> Receiver | None
         return Receiver(target) if callable(getattr(target, "load_weights", None)) else None
     worker: Callable[[], Receiver | None] | None = getattr(driver, "worker", None)
     return None if worker is None else worker()
-
-
-def _check_same_arguments(settings: RefitSettings, world: World) -> None:
-    """Raise ConfigError if ranks passed different arguments; collective."""
-    ranks = world.all_gather_object(asdict(settings), "comparing the arguments")
-    for rank, arguments in enumerate(ranks):
-        for name, first in ranks[0].items():
-            if arguments[name] != first:
-                raise ConfigError(
-                    f"{name}={first!r} on rank 0, but {name}={arguments[name]!r} on rank {rank}: call "
-                    "zerostart.refit with the same arguments on every rank"
-                )
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from zerostart.errors import ConfigError, ConversionError, PeerError, VerifyError
 from zerostart.refit.image import Image, Runs, Sums, make_memory
-from zerostart.refit.wire import PROTOCOL, Channel, Message, listen
+from zerostart.refit.wire import PROTOCOL, Channel, listen
 
 logger = logging.getLogger("zerostart")
 #: Seconds within which a process that has connected says what it is.
@@ -42,7 +42,7 @@ class WorkerServer:
         """Raises ConfigError if nobody can listen at ``path``, and WriteError for want of memory."""
         self._image, self._timeout, self._strict = image, timeout, strict
         self._changed = threading.Condition()
-        self._workers: dict[str, Worker] = {}
+        self._workers: list[Worker] = []
         self._refused: list[str] = []
         self._is_closing = False
         self._listener, self.path = listen(path)
@@ -60,7 +60,7 @@ class WorkerServer:
         self._listener.close()
         self._remove()
         with self._changed:
-            workers = [*self._workers.values()]
+            workers = [*self._workers]
         for worker in workers:
             try:
                 if is_over and not worker.channel.is_lost:
@@ -77,28 +77,30 @@ class WorkerServer:
         """
         deadline = time.monotonic() + self._timeout
         with self._changed:
-            while len(names := [*self._workers]) < count:
-                self._check_refused()
+            while len(self._workers) < count:
+                if self._refused:
+                    raise ConversionError(self._refused.pop())
                 check()
                 if time.monotonic() > deadline:
+                    names = ", ".join(sorted(worker.name for worker in self._workers))
                     raise PeerError(
-                        f"{len(names)} of {count} workers have connected with unix://{self.path} within "
-                        f"{self._timeout:.0f} s" + (f": {', '.join(sorted(names))}" if names else "")
+                        f"{len(self._workers)} of {count} workers have connected with unix://{self.path} "
+                        f"within {self._timeout:.0f} s: {names or 'none'}"
                     )
                 self._changed.wait(min(0.25, max(0.0, deadline - time.monotonic())))
-            self._check_refused()
 
     def connected(self) -> list[Worker]:
         """Return the workers; raise PeerError if some have gone, which are left out the next time."""
         with self._changed:
-            gone = [name for name, worker in self._workers.items() if worker.channel.is_lost]
-            for name in gone:
-                self._workers.pop(name).channel.close()
-            workers = [*self._workers.values()]
+            lost = [worker for worker in self._workers if worker.channel.is_lost]
+            self._workers = workers = [worker for worker in self._workers if worker not in lost]
+        for worker in lost:
+            worker.channel.close()
+        gone = {worker.name for worker in lost} - {worker.name for worker in workers}
         if gone:
             raise PeerError(
-                f"{', '.join(gone)} died, or stopped answering, since the last push; nothing was pushed. "
-                "The next push goes on without, or with it where it has come back"
+                f"{', '.join(sorted(gone))} died, or stopped answering, since the last push; nothing was "
+                "pushed. The next push goes on without, or with it where it has come back"
             )
         return workers
 
@@ -135,8 +137,7 @@ class WorkerServer:
                     "worker %s is lost; pushes go on without it until it comes back: %s", worker.name, error
                 )
                 with self._changed:
-                    if self._workers.get(worker.name) is worker:
-                        del self._workers[worker.name]
+                    self._workers.remove(worker)
             else:
                 raise error
         rest = ", ".join(serving) or "nobody"
@@ -151,12 +152,6 @@ class WorkerServer:
                 f"{version} is served by {rest}. The next push goes on without, or with it where it has come "
                 "back"
             )
-
-    def _check_refused(self) -> None:
-        """Raise ConversionError if a worker cannot take the image."""
-        refused, self._refused = self._refused, []
-        if refused:
-            raise ConversionError("; ".join(refused))
 
     # Arrivals, in threads of their own.
 
@@ -190,7 +185,11 @@ class WorkerServer:
             return
         name = str(hello.body.get("name"))[:200]
         channel.who = f"worker {name}"
-        if why := self._refusal(name, hello):
+        if (protocol := hello.body.get("protocol")) != PROTOCOL:
+            why = (
+                f"it speaks protocol {protocol}, and the trainer {PROTOCOL}: install the same zerostart on "
+                "both sides"
+            )
             channel.send("refused", {"why": why}, deadline=deadline)
             raise ConfigError(f"worker {name}: {why}")
         body = {"entries": self._image.entries, "strict": self._strict}
@@ -205,23 +204,7 @@ class WorkerServer:
             worker = Worker(name, channel, Runs.of(answer.body["rows"]))
             if worker.wants.end > self._image.nbytes or self._is_closing:
                 raise PeerError(f"worker {name} wants bytes behind the end of the image, or comes too late")
-            if (before := self._workers.get(name)) is not None:
-                logger.warning("worker %s has come back: the next push brings it up to date", name)
-                before.channel.close()
-            self._workers[name] = worker
-
-    def _refusal(self, name: str, hello: Message) -> str:
-        """Return the reason not to take in a worker, if there is one."""
-        if hello.body.get("protocol") != PROTOCOL:
-            return (
-                f"it speaks protocol {hello.body.get('protocol')}, and the trainer {PROTOCOL}: install the "
-                "same zerostart on both sides"
-            )
-        with self._changed:
-            before = self._workers.get(name)
-        if before is not None and not before.channel.is_lost:
-            return f"another worker is connected under the name {name}: give each a name of its own"
-        return ""
+            self._workers.append(worker)
 
 
 def _remove_socket(process: int, path: Path, with_folder: bool) -> None:

@@ -25,7 +25,7 @@ from zerostart.errors import ConfigError, PeerError
 from zerostart.recipe import torch_dtype
 from zerostart.refit.image import Image, ImagePart, Runs, SetSums, Sums
 from zerostart.refit.pushes import CHUNK, ModelWrites, PushTargets, RefitSettings, prepare_model
-from zerostart.refit.receiver import FillPlan, FromReader, Receiver
+from zerostart.refit.receiver import FillPlan, Receiver, sum_rows
 from zerostart.refit.wire import Driver
 from zerostart.transfer.execute import Progress, execute
 from zerostart.transfer.planning import Plan
@@ -229,9 +229,7 @@ class _RankSupply:
         for reads, ranges in windows.batches((read, [(read.offset, read.end)]) for read in plan.reads):
             bands = _Bands(self._rounds.fetch(ranges))
             for read in reads:
-                data = bands.at(read.offset).rows(
-                    read.offset, read.nbytes // read.rows, read.stride, read.rows
-                )
+                data = bands.rows(read.offset, read.nbytes // read.rows, read.stride, read.rows)
                 for part in read.parts:
                     copies.put(part, data.reshape(-1), storages[part.target])
         for computations, ranges in windows.batches(
@@ -247,9 +245,9 @@ class _RankSupply:
             for part in runs.batches(CHUNK)
         )
         for batch, ranges in self._rounds.windows.batches(parts):
-            reader = FromReader(_Bands(self._rounds.fetch(ranges)))
+            bands = _Bands(self._rounds.fetch(ranges))
             for part in batch:
-                reader.sum(image, part, digests)
+                sum_rows(image, part, digests, bands.rows)
 
 
 class _Bands(Reader):
@@ -259,12 +257,12 @@ class _Bands(Reader):
         self._bands = bands
         self._lows = [band.low for band in bands]
 
-    def at(self, offset: int) -> ImagePart:
-        """Return the band that contains byte ``offset``."""
-        return self._bands[bisect_right(self._lows, offset) - 1]
+    def rows(self, start: int, width: int, stride: int, count: int) -> torch.Tensor:
+        """Return a view of rows of bytes, [count, width], all of one band."""
+        return self._bands[bisect_right(self._lows, start) - 1].rows(start, width, stride, count)
 
     def read(self, file: int, offset: int, buffers: Sequence[memoryview]) -> None:
-        self.at(offset).read(file, offset, buffers)
+        self._bands[bisect_right(self._lows, offset) - 1].read(file, offset, buffers)
 
 
 class WithinRanks:
