@@ -33,7 +33,6 @@ def load_pipeline(
     trainable: Sequence[str] = (),
     memory_limit: int | None = None,
     progress: bool = True,
-    parallel_config: object = None,
     without: Sequence[str] = (),
 ) -> DiffusionPipeline:
     """Load a diffusers pipeline and shard, copy, offload or drop each of its models; collective.
@@ -53,7 +52,6 @@ def load_pipeline(
             loop of yours, one by one or as children of one module. The others are frozen, and can be called
             as they are.
         memory_limit: as in ``load``.
-        parallel_config: refused: diffusers' context parallel shares a sequence over whole models.
         without: models that are not loaded, and None in the pipeline (such as the transformer).
 
     Returns:

@@ -8,6 +8,7 @@ which are still read.
 from __future__ import annotations
 
 import logging
+import pickle
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -31,7 +32,6 @@ from zerostart.live.model import find_record, loaded_model, loaded_models, recor
 from zerostart.live.training import training_state
 from zerostart.state.resuming.load_state import restore_state
 from zerostart.state.resuming.save_state import write_state
-from zerostart.state.resuming.values import checksum, encoded_whole
 from zerostart.upstream.accelerate.plugins import FSDP2Plugin, fsdp2_plugin
 from zerostart.upstream.deepspeed.active import config_stage
 from zerostart.upstream.types import Accelerator, FSDPPlugin
@@ -80,19 +80,13 @@ def save_checkpoint(
 
 
 def _client_states(own: Any, engine: DeepSpeedEngine, world: World) -> dict[str, object]:
-    with world.phase("looking at the client's state"):
-        state, tensors = dict(own), dict[str, Any]()
-        # For its checksum alone: whether ranks differ is told by a number, and not by sending states.
-        written = encoded_whole(state, _CLIENT, tensors)
-        own_sum = checksum(written, tensors)
-    alike = len(set(world.all_gather_object(own_sum, "comparing the client's states"))) == 1
-    if alike:
-        return {_CLIENT: state}
-    # DeepSpeed saves a file of every rank at stage 3 alone; at others rank 0 writes what it has.
+    state = dict(own)
+    # DeepSpeed saves a file of every rank at stage 3 only; at others rank 0 writes what it has.
     if not engine.zero_optimization_partition_weights():
         return {_CLIENT: world.broadcast_object(lambda: state, "taking the first rank's client state")}
-    first, *others = world.all_gather_object(state, "collecting the client's states")
-    return {_CLIENT: first, _CLIENTS: others}
+    every = world.all_gather_object(state, "collecting the client's states")
+    are_alike = len({pickle.dumps(each) for each in every}) == 1
+    return {_CLIENT: every[0]} if are_alike else {_CLIENT: every[0], _CLIENTS: every[1:]}
 
 
 def load_checkpoint(
@@ -158,86 +152,54 @@ def _movable(engine: DeepSpeedEngine) -> bool:
     return True
 
 
-def save_fsdp_model(
-    original: Original,
-    *,
-    fsdp_plugin: FSDPPlugin,
-    accelerator: Accelerator,
-    model: nn.Module,
-    output_dir: str,
-    model_index: int = 0,
-    adapter_only: bool = False,
-    **_: object,
-) -> object:
+def save_fsdp_model(original: Original, **call: Any) -> object:
     """accelerate's function; the model is saved with its optimizer, where that follows."""
-    if not _is_saved_here(fsdp_plugin, model):
+    model, number = call["model"], call["model_index"]
+    if not _is_saved_here(call["fsdp_plugin"], model):
         return original()
-    path = _fsdp_path(output_dir, model_index)
-    if _has_optimizer(accelerator, model_index):
+    path, adapters_only = _fsdp_path(call["output_dir"], number), call["adapter_only"]
+    if _has_optimizer(call["accelerator"], number):
         # accelerate calls for the model first and for its optimizer right after: one directory has both, and
         # is written by the second call, which is not told of adapters.
-        _adapters_alone[path] = adapter_only
+        _adapters_alone[path] = adapters_only
     else:
-        write_state(path, model, None, None, wait=True, frozen=not adapter_only)
+        write_state(path, model, None, None, wait=True, frozen=not adapters_only)
     return None
 
 
-def save_fsdp_optimizer(
-    original: Original,
-    *,
-    fsdp_plugin: FSDPPlugin,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    output_dir: str,
-    optimizer_index: int = 0,
-    **_: object,
-) -> object:
+def save_fsdp_optimizer(original: Original, **call: Any) -> object:
     """accelerate's function."""
-    if not _is_saved_here(fsdp_plugin, model):
+    model = call["model"]
+    if not _is_saved_here(call["fsdp_plugin"], model):
         return original()
-    path = _fsdp_path(output_dir, optimizer_index)
-    alone = _adapters_alone.pop(path, False)
-    write_state(path, model, optimizer, None, wait=True, frozen=not alone)
+    path = _fsdp_path(call["output_dir"], call["optimizer_index"])
+    frozen = not _adapters_alone.pop(path, False)
+    write_state(path, model, call["optimizer"], None, wait=True, frozen=frozen)
     return None
 
 
-def begin_fsdp_load(
-    original: Original,
-    *,
-    accelerator: Accelerator,
-    model: nn.Module,
-    input_dir: str,
-    model_index: int = 0,
-    **_: object,
-) -> object:
-    """The same in accelerate's ``load_state``: the model comes with its optimizer, if that follows."""
-    if _has_optimizer(accelerator, model_index) and state_in(input_dir, model_index) is not None:
+def begin_fsdp_load(original: Original, **call: Any) -> object:
+    """``load_fsdp_model`` in accelerate's ``load_state``: the model comes with its optimizer, if any."""
+    number = call["model_index"]
+    if _has_optimizer(call["accelerator"], number) and state_in(call["input_dir"], number) is not None:
         return None
-    return load_fsdp_model(original, model=model, input_dir=input_dir, model_index=model_index)
+    return load_fsdp_model(original, **call)
 
 
-def load_fsdp_model(
-    original: Original, *, model: nn.Module, input_dir: str, model_index: int = 0, **_: object
-) -> object:
+def load_fsdp_model(original: Original, **call: Any) -> object:
     """accelerate's function: the model alone, for nobody knows whether its optimizer is to follow."""
-    path = state_in(input_dir, model_index)
-    if path is None:
-        return original()
-    restore_state(path, model, None)
-    return None
+    return _load_fsdp(original, call["input_dir"], call["model_index"], call["model"], None)
 
 
-def load_fsdp_optimizer(
-    original: Original,
-    *,
-    optimizer: torch.optim.Optimizer,
-    model: nn.Module,
-    input_dir: str,
-    optimizer_index: int = 0,
-    **_: object,
+def load_fsdp_optimizer(original: Original, **call: Any) -> object:
+    """accelerate's function: the model and its optimizer."""
+    return _load_fsdp(original, call["input_dir"], call["optimizer_index"], call["model"], call["optimizer"])
+
+
+def _load_fsdp(
+    original: Original, directory: str, number: int, model: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> object:
-    """accelerate's function."""
-    path = state_in(input_dir, optimizer_index)
+    path = state_in(directory, number)
     if path is None:
         return original()
     restore_state(path, model, optimizer)

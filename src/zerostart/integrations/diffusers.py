@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
-import sys
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -22,7 +20,7 @@ from zerostart.checkpoint.paths import shown_record
 from zerostart.checkpoint.source import Files, resolve_source
 from zerostart.checkpoint.strict_json import read_json
 from zerostart.checkpoint.usual_names import PIPELINE_INDEX
-from zerostart.distributed.world import default_device, is_lost, joined_world
+from zerostart.distributed.world import default_device, joined_world
 from zerostart.errors import CheckpointError, ConfigError
 from zerostart.integrations.later_calls import serve_saving
 from zerostart.integrations.loading import InterceptedLoad
@@ -104,7 +102,6 @@ class PipelineRequest:
     trainable: Sequence[str] = ()
     memory_limit: int | None = None
     progress: bool = True
-    parallel_config: object = None
     without: Sequence[str] = ()
 
     __repr__ = shown_record
@@ -176,12 +173,6 @@ def drop_components(pipe: Pipeline, *names: str) -> tuple[str, ...]:
 
 
 def _looked_at(request: PipelineRequest) -> tuple[Path, tuple[Component, ...], dict[str, Placement]]:
-    if request.parallel_config is not None:
-        raise ConfigError(
-            "parallel_config (diffusers' context parallel), like xDiT's wrappers, splits a "
-            "sequence over ranks that each hold the whole model, which is not supported; leave it "
-            "out. With load_pipeline each rank has a batch of its own"
-        )
     limit = request.device_memory_limit
     if limit is not None and limit < 1:
         raise ConfigError(f"device_memory_limit={limit} must be a number of bytes")
@@ -256,8 +247,6 @@ def _placed(
         model.requires_grad_(False)
         engine = record_of(model).engine
         engine.make_callable(model)
-        if not engine.replicates_parameters:
-            _explain_waiting(component.name, model)
     return model
 
 
@@ -269,18 +258,3 @@ def _window(request: PipelineRequest, device: torch.device, taken: int) -> Windo
             "it, shard more of them, or place more of them 'offload'"
         )
     return Window(0 if limit is None else limit - taken, device)
-
-
-def _explain_waiting(name: str, model: nn.Module) -> None:
-    def after(path: str, module: nn.Module, args: object, output: object) -> None:
-        error = sys.exception()
-        # Modules are left from the inside to the outside: the innermost adds the note, the others find it
-        # there.
-        if isinstance(error, RuntimeError) and is_lost(error) and not getattr(error, "__notes__", None):
-            error.add_note(
-                f"This rank was in {path} of the sharded component {name}, for which all ranks have to be "
-                f"there: make the same calls on each, or place {name} 'replicate' or 'offload'"
-            )
-
-    for path, module in model.named_modules():
-        module.register_forward_hook(functools.partial(after, path or type(model).__name__), always_call=True)

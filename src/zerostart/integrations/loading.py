@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class InterceptedLoad:
-    """Builds a model, loads it, and agrees with the other ranks; see ``upstream.seam.InterceptedCall``.
+    """Builds a model, loads it, and agrees with the other ranks; see ``upstream.seam.LoadingSeam``.
 
     ``setup`` says what the model is loaded for, ``settings`` all else that a load is told, and ``on_loaded``
     is called with each model that has its weights, and what it was loaded for in words.

@@ -49,15 +49,6 @@ def injected(original: Callable[[], object], model: nn.Module, of_values: bool) 
         if of_units and "DTensor" in str(error):  # which torch does not mix with a rank's own tensors
             raise ConfigError(refusal) from error
         raise
-    except ValueError as error:
-        sharing = max((record_of(part).engine.mesh.tensor_parallel for part in loaded), default=1)
-        if sharing > 1 and "is not supported" in str(error):
-            raise ConfigError(
-                f"PEFT has no adapter for layers of {type(model).__name__} that "
-                f"tensor_parallel={sharing} slices over ranks: {str(error).partition('(')[0]}; use "
-                "tensor_parallel=1, or target_modules that are not sliced"
-            ) from error
-        raise
     for part, before in parts:
         _check_experts(part, before)
         added = [p for p in part.parameters() if id(p) not in before]

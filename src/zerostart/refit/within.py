@@ -89,7 +89,7 @@ class Windows:
 class Rounds:
     """Exchange rounds of one push.
 
-    Every rank calls ``bring`` as often as it needs, and then ``finish``.
+    Every rank calls ``fetch`` as often as it needs, and then ``finish``.
     """
 
     def __init__(

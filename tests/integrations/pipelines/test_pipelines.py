@@ -200,7 +200,6 @@ def test_what_is_cached_lets_its_encoder_go(paths: dict[str, Path]) -> None:
             {"device_memory_limit": 999, "placement": {"vae": "offload"}},
             "needs .* bytes at once, .* leaves 999",
         ),
-        ({"parallel_config": object()}, "parallel_config .*context parallel.*is not supported"),
         (
             {"placement": {"vae": zerostart.Placement("shard", storage_dtype=torch.float8_e4m3fn)}},
             "a component placed 'shard' is stored in the dtype in which it computes",

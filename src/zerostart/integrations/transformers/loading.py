@@ -29,13 +29,12 @@ from zerostart.upstream.transformers.models import override_plans, show_experts
 from zerostart.upstream.transformers.quantizers import dequantise, dequantizer
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
     from transformers import PreTrainedModel
 
 
 _DEVICE_MAP = "the ranks share the model out by themselves"
 #: transformers' arguments for parallel axes.
-_PARALLEL_ARGUMENTS = ("distributed_config", "tp_plan", "tp_size", "device_mesh")
+_PARALLEL_ARGUMENTS = ("distributed_config", "tp_plan", "tp_size")
 
 
 class _TransformersCall(InterceptedLoad):
@@ -55,12 +54,26 @@ class _TransformersCall(InterceptedLoad):
         if _names_the_host(self.arguments.get("device_map")):
             del self.arguments["device_map"]
 
+    def _plan(self, model: PreTrainedModel) -> None:
+        """Put the rules of the call into ``model``, on meta. Raises ConfigError for one that fits nothing."""
+        self._setup.sequences.check(model)
+        override_plans(model, self._parallel.expert_plan, self._parallel.tensor_plan)
+
+    def _finish(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
+        """Leave on the loaded ``model`` what transformers' own loading would."""
+        # The configuration names the dtype that was asked for, whatever the engine trains in.
+        model.config.dtype = dtype
+        if record_of(model).engine.mesh.expert_parallel > 1:
+            show_experts(model)
+        self._on_loaded(model, self.setup)
+
 
 class TransformersLoad(_TransformersCall):
-    """``from_pretrained``; see ``upstream.transformers.loading.TransformersCall``."""
+    """``from_pretrained``; see ``upstream.transformers.loading.TransformersSeam``."""
 
     refused: Mapping[str, str] = {
         "device_map": _DEVICE_MAP,
+        "device_mesh": "the mesh is the engine's; pass tp_size or distributed_config",
         "gguf_file": "its conversions calculate on whole tensors; convert it to safetensors first",
         "max_memory": "it belongs to device_map",
         "offload_folder": "it belongs to device_map",
@@ -94,9 +107,8 @@ class TransformersLoad(_TransformersCall):
                 f"a device is set for the model ({config.device_map}), by torch.set_default_device or "
                 f"`with torch.device(...)`, which zerostart.enabled() cannot honour: {_DEVICE_MAP}"
             )
-        self._setup.sequences.check(model)
         quantizer = self._quantizer(config)
-        self._parallel.plan(model)
+        self._plan(model)
         named = model.config.dtype
         source = (
             state_dict if state_dict is not None else Files(tuple(files or ()), model.config.name_or_path)
@@ -105,10 +117,7 @@ class TransformersLoad(_TransformersCall):
         built = Built(model, self._log, dtype, True, library_of(model), quantizer)
         converter = None if quantizer is not None else config.weight_mapping
         findings = self._load(source, built, converter, config.ignore_mismatched_sizes)
-        # The configuration names the dtype that was asked for, whatever the engine trains in.
-        model.config.dtype = named
-        self._parallel.show(model, record_of(model).engine.mesh.expert_parallel)
-        self._on_loaded(model, self.setup)
+        self._finish(model, named)
         return findings
 
     def dequantising(self, config: object) -> None:
@@ -142,13 +151,10 @@ class FromConfigLoad(_TransformersCall):
         with engines.contexts_aside():
             built = build_fresh(make, None, self._setup.dtype)
         model: PreTrainedModel = built.model
-        self._setup.sequences.check(model)
-        self._parallel.plan(model)
+        self._plan(model)
         named = model.config.dtype
         run(self._request(None, built, library_of(model).attention(model).obstacle))
-        model.config.dtype = named
-        self._parallel.show(model, record_of(model).engine.mesh.expert_parallel)
-        self._on_loaded(model, self.setup)
+        self._finish(model, named)
         return model
 
 
@@ -188,16 +194,6 @@ class ParallelArguments:
             sizes[name] = max(asked, set_)
         return dataclasses.replace(settings, **sizes)
 
-    def plan(self, model: PreTrainedModel) -> None:
-        """Put the rules into ``model``, on meta. Raises ConfigError for one that names nothing there."""
-        override_plans(model, self.expert_plan, self.tensor_plan)
-
-    @staticmethod
-    def show(model: PreTrainedModel, expert_parallel: int) -> None:
-        """Leave on the loaded ``model`` what transformers' own loading would."""
-        if expert_parallel > 1:
-            show_experts(model)
-
 
 def take_parallel_arguments(arguments: dict[str, Any], world_size: int) -> ParallelArguments:
     """What ``arguments`` of ``from_pretrained`` ask for, taken out of them.
@@ -210,19 +206,13 @@ def take_parallel_arguments(arguments: dict[str, Any], world_size: int) -> Paral
         return ParallelArguments()  # Which transformers itself refuses, in its own words.
     for name in _PARALLEL_ARGUMENTS:
         arguments.pop(name, None)
-    mesh = given.get("device_mesh")
-    # Tensor parallel in transformers' older words, without a configuration.
-    if alone:
-        size = given.get("tp_size") or _size_of(mesh, ("tp",)) or world_size
-        # As a configuration that says the same, so that one way leads on from here.
-        config = {"tp_plan": given.get("tp_plan"), "tp_size": size}
+    if alone:  # tensor parallel in transformers' older words: as a configuration that says the same
+        config = {"tp_plan": given.get("tp_plan"), "tp_size": given.get("tp_size") or world_size}
     if config is None:
         return ParallelArguments()
     axes = axes_asked(config)
     _refuse(axes, world_size)
-    experts = axes.experts
-    if experts is None:
-        experts = _size_of(mesh, ("ep", "tp")) or world_size
+    experts = world_size if axes.experts is None else axes.experts
     return ParallelArguments(experts, axes.tensors, axes.expert_plan, axes.tensor_plan)
 
 
@@ -256,30 +246,3 @@ def _refuse(axes: AxesAsked, world_size: int) -> None:
             "leave it out, or, if it was made with enable_expert_parallel=True, make it after "
             "zerostart.enable()"
         )
-
-
-def _size_of(mesh: DeviceMesh | None, names: tuple[str, ...]) -> int | None:
-    """The ranks of the dimension of a ``DeviceMesh`` that is called one of ``names``, or of its only one.
-
-    None without a mesh. Raises ConfigError where there is no such dimension, or its ranks are no neighbours.
-    """
-    if mesh is None:
-        return None
-    called = tuple(mesh.mesh_dim_names or ())
-    found = 0 if mesh.ndim == 1 else next((called.index(name) for name in names if name in called), None)
-    if found is None:
-        raise ConfigError(
-            f"device_mesh has the dimensions {', '.join(called) or mesh.ndim}, and none of them is "
-            f"named {' or '.join(names)}; rename one, or leave device_mesh out"
-        )
-    # One row for each group of ranks along that dimension. A load puts neighbours together, so each row has
-    # to be of such.
-    rows = mesh.mesh.movedim(found, -1).flatten(0, -2) if mesh.ndim > 1 else mesh.mesh.unsqueeze(0)
-    size: int = rows.shape[-1]
-    for row in rows.tolist():
-        if row[0] % size or row != list(range(row[0], row[0] + size)):
-            raise ConfigError(
-                f"device_mesh groups the ranks {row}, but ranks that share experts or tensors must be "
-                f"neighbours; make its last dimension the one of {size} ranks"
-            )
-    return size
