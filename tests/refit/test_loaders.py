@@ -257,7 +257,7 @@ OUTSIDE = torch.zeros(4, 4)
         (_by_old_value, "uses values that p has before the load"),
         (_reshaped, "replaces p, torch.float32 [4, 4], by a tensor of torch.float32 [2, 4]"),
         (_fails, "after it was given w): KeyError: 'no such layer'"),
-        (_compared, "asks for the value of w"),
+        (_compared, "depends on the values of the weights"),
     ],
 )
 def test_what_cannot_be_followed_is_one_sentence(load: Callable[..., None], says: str) -> None:

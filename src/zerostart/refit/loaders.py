@@ -103,8 +103,7 @@ def _recipes(
                 f"{known_as} replaces {name}, {tensor.dtype} {list(tensor.shape)}, by a tensor of "
                 f"{value.dtype} {list(value.shape)}; what is filled has to keep its dtype and shape"
             )
-        before = own.before(tensor)
-        filled = tuple(p for p in value.pieces if before is None or not _unchanged(p, before))
+        filled = tuple(piece for piece in value.pieces if not isinstance(piece.source[0], Kept))
         if not filled:
             continue
         sources = _sources(filled)
@@ -121,16 +120,6 @@ def _recipes(
     missing = tuple(name for name in tensors if name not in by_name)
     unexpected = tuple(name for name, symbol in symbols.items() if not _sources(symbol.pieces) & used)
     return Recipes(by_name, Coverage(missing, unexpected), partial=partial)
-
-
-def _unchanged(piece: Piece, before: Value) -> bool:
-    if not isinstance(piece.source[0], Kept):
-        return False
-    box = Box(piece.origin, piece.extent)
-    (was,) = _placed(before, Box((0,) * len(piece.origin), before.shape), box)
-    # By addresses: views on the way may have split what one stride says.
-    steps = [[geometry.simplify(axis) for axis in one.axes] for one in (was, piece)]
-    return was.source == piece.source and was.offset == piece.offset and steps[0] == steps[1]
 
 
 def _sources(pieces: Sequence[Piece]) -> set[object]:
@@ -154,16 +143,15 @@ class OwnMemory(Memory):
     square of their number.
     """
 
-    __slots__ = ("_boxes", "before", "written")
+    __slots__ = ("_boxes", "written")
 
     def __init__(self, layout: Layout, dtype: torch.dtype, name: str) -> None:
         super().__init__(layout, dtype)
         self._boxes: list[tuple[Box, Value]] = []
         #: Whether anything has been written into it.
         self.written = False
-        #: What it holds as long as nothing has been.
-        self.before = Value(geometry.whole(Kept(name), layout.shape), layout.shape, dtype)
-        self._value = self.before.lying(layout.strides)
+        before = Value(geometry.whole(Kept(name), layout.shape), layout.shape, dtype)
+        self._value = before.lying(layout.strides)
 
     @property
     def value(self) -> Value:
@@ -333,14 +321,6 @@ class OwnTensors:
             )
         return _value(self.twin(tensor))
 
-    def before(self, tensor: torch.Tensor) -> Value | None:
-        """What an own tensor held before, if it is all that was in its place."""
-        region = self.region(tensor)
-        layout = Layout(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
-        if region is None or region.memory.layout != layout:
-            return None
-        return region.memory.before
-
 
 def _value(tensor: torch.Tensor) -> Value:
     assert isinstance(tensor, SymbolicTensor), "the twin of an own tensor is symbolic"
@@ -452,8 +432,6 @@ class _Replacing(TorchFunctionMode):
     def __init__(self, own: OwnTensors) -> None:
         super().__init__()
         self._own = own
-        #: What ``item`` has given: tensors of no dimension, in the place of Python's numbers.
-        self._elements: list[SymbolicTensor] = []
 
     def __torch_function__(
         self, func: Any, types: object, args: Arguments = (), kwargs: Keywords | None = None
@@ -473,18 +451,9 @@ class _Replacing(TorchFunctionMode):
         first = args[0] if args else None
         if isinstance(first, SymbolicTensor):
             if func is torch.Tensor.item and first.numel() == 1 and not first.memory.is_constant:
-                element: Any = first.detach().reshape(())
-                self._elements.append(element)
-                return element
+                return first.detach().reshape(())
             if name == "__get__" and slot is not None:
                 return getattr(first, str(slot.__name__))
-        if self._elements and func is not torch.Tensor.fill_:
-            asked = [t for t in tensors_in(args) if any(t is element for element in self._elements)]
-            if asked:
-                raise refusal(
-                    f"{self._own.known_as} asks for the value of {names_of(*asked)}, and does more with it "
-                    "than fill a tensor"
-                )
         return func(*args, **kwargs)
 
     def _instead(self, tensor: torch.Tensor) -> torch.Tensor:
