@@ -143,7 +143,7 @@ def test_a_wire_that_is_cut_at_each_message(message: str, monkeypatch: pytest.Mo
         cut.set()
         if message in ("hello", "image", "wants"):  # of a worker that comes: have it come again
             server: Any = refitter._way._server  # type: ignore[union-attr]
-            server._workers["worker"].channel._socket.shutdown(socket.SHUT_RDWR)
+            server._workers[0].channel._socket.shutdown(socket.SHUT_RDWR)
         begun = time.monotonic()
         said = _push(refitter, model, 2.0)
         assert time.monotonic() - begun < 20

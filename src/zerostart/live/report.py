@@ -16,9 +16,9 @@ from zerostart.errors import printable
 class Clock:
     """Measures seconds by phase; a phase may be entered several times."""
 
-    def __init__(self) -> None:
+    def __init__(self, *phases: str) -> None:
         self._start = time.perf_counter()
-        self.seconds: dict[str, float] = {"plan": 0.0, "build": 0.0, "read": 0.0}
+        self.seconds = dict.fromkeys(phases or ("plan", "build", "read"), 0.0)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from torch import nn
 
+from zerostart.distributed.machine import machine_name
 from zerostart.distributed.world import World, current_world, default_device
-from zerostart.errors import ConfigError, PeerError
+from zerostart.errors import ConfigError
+from zerostart.live.report import Clock
 from zerostart.refit.image import Image, SetSums, SharedImage, Sums, digest_of
 from zerostart.refit.pushes import (
     ModelWrites,
@@ -22,7 +23,7 @@ from zerostart.refit.pushes import (
 )
 from zerostart.refit.receiver import Receiver
 from zerostart.refit.server import Worker, WorkerServer
-from zerostart.refit.wire import Driver, connect, socket_path
+from zerostart.refit.wire import Driver, socket_path
 from zerostart.refit.within import WithinRanks
 from zerostart.transfer.meter import PeakMeter
 from zerostart.transfer.tuning import push_threads
@@ -103,19 +104,20 @@ class Refitter:
         world, way = self._world, self._way
         if way is None:
             raise ConfigError("this refit is closed: call zerostart.refit again")
-        phases: dict[str, float] = {}
-        with PeakMeter(default_device()) as meter, _record_seconds(phases, "total"):
+        clock = Clock("plan", "move", "fill")
+        with PeakMeter(default_device()) as meter:
             with world.phase("pushing weights"):
-                with _record_seconds(phases, "plan"):
+                with clock.phase("plan"):
                     writes, targets = self._match_target()
-                with _record_seconds(phases, "move"), world.phase("moving weights"):
+                with clock.phase("move"), world.phase("moving weights"):
                     self._sums.begin()
                     moved = way.move(writes, self._sums)
                 expected = self._sums.summed(world)
             sums = [expected[number] for number in targets.numbers]
             self.version += 1
-            with _record_seconds(phases, "fill"):
+            with clock.phase("fill"):
                 way.serve(self.version, sums)
+            phases = clock.stop()
         figures = world.all_gather_object(
             (phases, meter.host_bytes, meter.device_bytes or 0), "figures of a push"
         )
@@ -177,21 +179,28 @@ class WorkerProcesses:
 
         Only rank 0 uses ``driver``, the driver of the engine that has the workers.
         """
-        self._image, self._settings, self._world = image, settings, world
-        self._driver = driver if world.rank == 0 else None
+        self._image, self._world = image, world
         self._server: WorkerServer | None = None
         self._shared: SharedImage | None = None
-        self._expected = 0
+
+        def listen() -> tuple[str, str, str]:
+            path = None if target is None else socket_path(target)
+            self._server = WorkerServer(path, image, driver, settings)
+            return self._server.address, machine_name(), f"/proc/{os.getpid()}/fd/{self._server.descriptor}"
+
+        def join() -> None:
+            assert self._server is not None, "rank 0 has it"
+            self._server.join()
+
         try:
-            self.address = world.broadcast_object(lambda: self._listen(target), "listening for workers")
+            self.address, machine, memory = world.broadcast_object(listen, "listening for workers")
             with world.phase("mapping the image"):
-                self._shared = SharedImage(image, self._fetch_memory())
-            world.broadcast_slow(self._join, "connecting the engine")
+                self._shared = SharedImage(image, self._open_memory(machine, memory))
+            world.broadcast_slow(join, "connecting the engine")
         except BaseException:
             self.close(False)
             raise
         self._targets: PushTargets | None = None
-        self._is_first = True
         #: Workers that rank 0 has announced to all ranks.
         self._announced: list[Worker] = []
 
@@ -215,111 +224,40 @@ class WorkerProcesses:
 
     def serve(self, version: int, sums: Sequence[Sums]) -> None:
         """Publish the version to the workers; collective."""
-        self._world.broadcast_slow(lambda: self._serve(version, sums), "publishing the version")
+
+        def publish() -> None:
+            assert self._server is not None, "rank 0 has it"
+            self._server.serve(self._announced, version, sums)
+
+        self._world.broadcast_slow(publish, "publishing the version")
 
     def close(self, is_over: bool) -> None:
         """Close the connections with the workers."""
-        if self._driver is not None:
-            self._driver.leave()
         if self._server is not None:
             self._server.close(is_over)
         if self._shared is not None:
             self._shared.close()
-        self._driver = self._server = self._shared = None
+        self._server = self._shared = None
 
-    def _fetch_memory(self) -> int:
-        """Get the file descriptor of the image from rank 0."""
-        deadline = time.monotonic() + self._settings.timeout
-        try:
-            channel = connect(socket_path(self.address), min(deadline, time.monotonic() + 10))
-        except PeerError as error:
-            raise ConfigError(
-                f"rank {self._world.rank} cannot reach rank 0 at {self.address}, an address that works on "
-                "one machine only: across machines, send the tensors of zerostart.weight_source with the "
-                "engine's own weight transfer"
-            ) from error
-        channel.send("rank", {}, deadline=deadline)
-        descriptor = channel.receive("image", deadline=deadline).descriptor
-        channel.close()
-        return descriptor
-
-    # On rank 0.
-
-    def _listen(self, target: str | None) -> str:
-        path = None if target is None else socket_path(target)
-        self._server = WorkerServer(path, self._image, self._settings.timeout, self._settings.strict)
-        return f"unix://{self._server.path}"
-
-    def _join(self) -> None:
-        driver, server, timeout = self._driver, self._server, self._settings.timeout
-        if driver is None or server is None:
-            return
-        self._expected = driver.workers
-        call = _Call(lambda: driver.join(self.address, timeout), "the engine's workers could not connect")
-        server.wait_for(driver.workers, call.check)
-        call.wait(timeout)
+    def _open_memory(self, machine: str, path: str) -> int:
+        """Open the image of rank 0; raise ConfigError on another machine."""
+        with suppress(OSError):
+            if machine == machine_name():
+                return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        raise ConfigError(
+            f"rank {self._world.rank} cannot open the shared memory of rank 0, which works on one machine "
+            "only: across machines, send the tensors of zerostart.weight_source with the engine's own weight "
+            "transfer"
+        )
 
     def _find_workers(self) -> PushTargets | None:
         """Return the workers of this push; None if they have not changed."""
-        server, expected = self._server, self._expected
-        assert server is not None, "rank 0 has it"
-        count = max(1, expected, (self._settings.workers or 1) if self._is_first else 1)
-        if not expected:
-            server.wait_for(count)
-        self._is_first = False
-        self._workers = server.connected()
-        if len(self._workers) < expected:
-            # A push to some workers only would leave one engine with two versions.
-            raise PeerError(
-                f"{len(self._workers)} of the engine's {expected} workers are connected; nothing was "
-                "pushed: call zerostart.refit again to reconnect the engine"
-            )
-        if self._workers == self._announced:
+        assert self._server is not None, "rank 0 has it"
+        workers = self._server.find_workers()
+        if workers == self._announced:
             return None
-        self._announced = self._workers
-        names, wants = [w.name for w in self._workers], [w.wants for w in self._workers]
-        return PushTargets.of(self._image, names, wants)
-
-    def _serve(self, version: int, sums: Sequence[Sums]) -> None:
-        server, driver, timeout = self._server, self._driver, self._settings.timeout
-        assert server is not None, "rank 0 has it"
-        if driver is None:
-            server.serve(self._workers, version, sums, lambda: None)
-            return
-        call = _Call(lambda: driver.follow(version), f"the engine did not take version {version}")
-        server.serve(self._workers, version, sums, call.check)
-        call.message = f"all workers have version {version}, but the engine's own call failed"
-        call.wait(timeout)
-        if (served := getattr(driver, "served", None)) is not None:
-            _Call(lambda: served(version), call.message).wait(timeout)
-
-
-class _Call:
-    """An engine's own call in a thread: it may raise any error, or never return."""
-
-    def __init__(self, work: Callable[[], object], message: str) -> None:
-        self.message, self._work = message, work
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="zerostart-refit-engine", daemon=True)
-        self._thread.start()
-
-    def check(self) -> None:
-        """Raise PeerError if the call has failed."""
-        if self._error is not None:
-            raise PeerError(f"{self.message}: {self._error}")
-
-    def wait(self, timeout: float) -> None:
-        """Wait for the call to end; raise PeerError if it fails or takes longer."""
-        self._thread.join(timeout)
-        if self._thread.is_alive():
-            raise PeerError(f"{self.message}: it has not returned within {timeout:.0f} s")
-        self.check()
-
-    def _run(self) -> None:
-        try:
-            self._work()
-        except BaseException as error:  # raised by check()
-            self._error = error
+        self._announced = workers
+        return PushTargets.of(self._image, [w.name for w in workers], [w.wants for w in workers])
 
 
 def _find_local_target(target: object, driver: Driver | None) -> Receiver | None:
@@ -331,14 +269,6 @@ def _find_local_target(target: object, driver: Driver | None) -> Receiver | None
         return Receiver(target) if callable(getattr(target, "load_weights", None)) else None
     worker: Callable[[], Receiver | None] | None = getattr(driver, "worker", None)
     return None if worker is None else worker()
-
-
-@contextmanager
-def _record_seconds(phases: dict[str, float], name: str) -> Iterator[None]:
-    """Record the seconds of the body as ``phases[name]``."""
-    started = time.perf_counter()
-    yield
-    phases[name] = time.perf_counter() - started
 
 
 def _find_driver(target: object) -> Driver | None:

@@ -6,7 +6,6 @@ themselves; in server mode rank 0 alone speaks with the server.
 
 from __future__ import annotations
 
-import atexit
 import sys
 import weakref
 from collections.abc import Callable
@@ -69,16 +68,8 @@ def _begin(generation: Any, world: World) -> Refitter | None:
         target = generation.vllm_client.base_url if world.rank == 0 else None
     wake(generation)  # a sleeping engine has no memory that its loader could be asked about
     refitter = Refitter(generation.model, target, RefitSettings())
-    weakref.finalize(generation, refitter.close).atexit = False
+    weakref.finalize(generation, refitter.close)  # also at the end of the script
     return refitter
-
-
-@atexit.register
-def _close() -> None:
-    """Leave no socket behind; TRL's trainers have no call that ends them."""
-    for refitter in list(_refitters.values()):
-        if refitter is not None:
-            refitter.close()
 
 
 def _tell(world: World, why: str) -> None:

@@ -222,9 +222,8 @@ class Server:
             with urllib.request.urlopen(request, timeout=timeout) as answer:
                 text = answer.read()
         except urllib.error.HTTPError as error:
-            if error.code == 404 and self._missing:
-                raise PeerError(f"{self.address}/{route} answers 404: {self._missing}") from None
-            said = error.read(2000).decode(errors="replace")
+            is_missing = error.code == 404 and self._missing
+            said = self._missing if is_missing else error.read(2000).decode(errors="replace")
             raise PeerError(f"{self.address}/{route} answers {error.code}: {said}") from None
         except OSError as error:
             raise PeerError(f"{self.address}/{route} does not answer: {error}") from error

@@ -321,20 +321,19 @@ class WithinRanks:
 
     def serve(self, version: int, sums: Sequence[Sums]) -> None:
         """Verify the copied values and notify the engines; collective."""
-        world, failed = self._world, ""
+        world = self._world
         with world.phase("verifying the copied weights"):
             if self._fill is not None:
                 self._fill.check(sums[world.rank], version)
-        try:
-            if (served := getattr(self._driver, "served", None)) is not None:
-                served(version)
-        except Exception as error:  # the engine's call may raise any error
-            failed = (
-                f"all workers have version {version}, but the engine's own call on rank {world.rank} "
-                f"failed: {error}"
-            )
-        if failures := [text for text in world.all_gather_object(failed, "notifying the engines") if text]:
-            raise PeerError("; ".join(failures))
+        with world.phase("notifying the engines"):
+            try:
+                if (served := getattr(self._driver, "served", None)) is not None:
+                    served(version)
+            except Exception as error:  # the engine's call may raise any error
+                raise PeerError(
+                    f"all workers have version {version}, but the engine's own call on rank {world.rank} "
+                    f"failed: {error}"
+                ) from error
 
     def close(self, is_over: bool) -> None:
         """Do nothing: there is no connection to close."""
