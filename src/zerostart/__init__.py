@@ -315,8 +315,8 @@ def enabled(
     launcher, an ``Accelerator``, ``TrainingArguments``, ``HfDeepSpeedConfig`` or ``zero.Init``), or where
     ``engine`` is named; any other call is left alone. All ranks must call it. What ``from_pretrained`` does
     otherwise (files, dtype, generation configuration, adapters, warnings of missing and unexpected weights)
-    it does; ``distributed_config`` and ``tp_plan`` become the axes of the load, quantised weights are
-    dequantised; ``device_map`` (unless it names the host where there is nothing else), ``device_mesh`` and
+    it does; ``distributed_config``, ``tp_plan`` and ``device_mesh`` become the axes of the load, quantised
+    weights are dequantised; ``device_map`` (unless it names the host where there is nothing else) and
     ``gguf_file`` are refused, with a reason. ``resize_token_embeddings`` of a model
     that FSDP2 has sharded is collective then, and works until the first forward.
 

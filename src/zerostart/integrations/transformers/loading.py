@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _DEVICE_MAP = "the ranks share the model out by themselves"
 #: transformers' arguments for parallel axes.
-_PARALLEL_ARGUMENTS = ("distributed_config", "tp_plan", "tp_size")
+_PARALLEL_ARGUMENTS = ("distributed_config", "tp_plan", "tp_size", "device_mesh")
 
 
 class _TransformersCall(InterceptedLoad):
@@ -73,7 +73,6 @@ class TransformersLoad(_TransformersCall):
 
     refused: Mapping[str, str] = {
         "device_map": _DEVICE_MAP,
-        "device_mesh": "the mesh is the engine's; pass tp_size or distributed_config",
         "gguf_file": "its conversions calculate on whole tensors; convert it to safetensors first",
         "max_memory": "it belongs to device_map",
         "offload_folder": "it belongs to device_map",
@@ -206,6 +205,12 @@ def take_parallel_arguments(arguments: dict[str, Any], world_size: int) -> Paral
         return ParallelArguments()  # Which transformers itself refuses, in its own words.
     for name in _PARALLEL_ARGUMENTS:
         arguments.pop(name, None)
+    mesh = given.get("device_mesh")
+    if mesh is not None and (mesh.ndim, mesh.size()) != (1, world_size):
+        raise ConfigError(
+            f"device_mesh has the shape {tuple(mesh.shape)}, but only one of one dimension with all "
+            f"{world_size} ranks is available; leave it out, and pass ep_size= or tp_size="
+        )
     if alone:  # tensor parallel in transformers' older words: as a configuration that says the same
         config = {"tp_plan": given.get("tp_plan"), "tp_size": given.get("tp_size") or world_size}
     if config is None:
