@@ -112,7 +112,8 @@ class WorkerServer:
             self._count = 1
         with self._changed:
             lost = [worker for worker in self._workers if worker.channel.is_lost]
-            self._workers = workers = [worker for worker in self._workers if worker not in lost]
+            workers = [worker for worker in self._workers if worker not in lost]
+            self._workers = [*workers]
         for worker in lost:
             worker.channel.close()
         gone = {worker.name for worker in lost} - {worker.name for worker in workers}
