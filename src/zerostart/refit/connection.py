@@ -173,9 +173,8 @@ class EngineWorker:
 
     def leave(self) -> None:
         """Close the connection."""
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.close()
+        if self._connection is not None:
+            self._connection.close()
 
 
 def worker_of(model: nn.Module, weights: EngineWeights, role: str) -> EngineWorker:

@@ -11,7 +11,7 @@ import hashlib
 import mmap
 import os
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import NoReturn
@@ -26,6 +26,7 @@ from zerostart.checkpoint.memory import move_bytes
 from zerostart.checkpoint.storage import Reader, Rows, Storage
 from zerostart.checkpoint.write.shards import SaveLayout, plan_shards
 from zerostart.errors import CheckpointError, ConfigError, ReadError, WriteError
+from zerostart.recipe import torch_dtype
 from zerostart.transfer.planning.plan import Plan
 from zerostart.transfer.planning.writes import Write, WritePlan
 
@@ -70,18 +71,17 @@ class Image:
         tensors = {name: self.layout.tensors[name] for name, _, _ in self.entries}
         return Catalog("", _NoStorage((FILE,), (self.nbytes,)), tensors)
 
-    def rows(self, runs: Runs) -> Iterator[tuple[str, int, int, int, int]]:
-        """Yield ``runs`` by tensor: name, first element, elements, distance from row to row, rows."""
+    def sum_rows(
+        self, runs: Runs, digests: Digests, rows_at: Callable[[int, int, int, int], torch.Tensor]
+    ) -> None:
+        """Add the elements of ``runs``; ``rows_at`` gives bytes by start, width, stride and number."""
         for entry, part in self._parts(runs):
-            size = DTYPE_BITS[entry.dtype] // 8
+            dtype = torch_dtype(entry.dtype, entry.name)
             for start, width, stride, count in part.rows.tolist():
-                yield (
-                    entry.name,
-                    (start - entry.offset) // size,
-                    width // size,
-                    (stride or width) // size,
-                    count,
-                )
+                # As elements, so that rows that begin at the same place of a digest's are summed together.
+                data = rows_at(start, width, stride, count).view(dtype)
+                first, step = start - entry.offset, stride or width
+                digests.add_rows(entry.name, first // dtype.itemsize, step // dtype.itemsize, data)
 
     def entries_in(self, runs: Runs) -> list[Entry]:
         """Return the tensors that ``runs`` has bytes of."""
@@ -330,10 +330,6 @@ class Runs:
         """One past the last byte; 0 for the empty set."""
         return int(self.high[-1]) if len(self.high) else 0
 
-    def union(self, *others: Runs) -> Runs:
-        """Return the bytes of any of them."""
-        return Runs.of(np.concatenate([self.rows, *(other.rows for other in others)]))
-
     def intersect(self, other: Runs) -> Runs:
         """Return the bytes of both."""
         first = np.searchsorted(self.high, other.low, "right")
@@ -352,18 +348,6 @@ class Runs:
     def within(self, low: int, high: int) -> Runs:
         """Return the bytes from ``low`` up to ``high``."""
         return self.intersect(Runs.of([(low, max(0, high - low), 0, 1)]))
-
-    def batches(self, limit: int) -> Iterator[Runs]:
-        """Yield the same bytes in parts of at most ``limit`` bytes."""
-        span, number = _numbered(-(-(self.high - self.low) // limit))
-        low = self.low[span] + number * limit
-        high = np.minimum(low + limit, self.high[span])
-        ends = np.cumsum(high - low)
-        first, done = 0, 0
-        while first < len(ends):
-            stop = int(np.searchsorted(ends, done + limit, "right"))
-            yield Runs(low[first:stop], high[first:stop])
-            first, done = stop, int(ends[stop - 1])
 
 
 def _numbered(counts: Numbers) -> tuple[Numbers, Numbers]:

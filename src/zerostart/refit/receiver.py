@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -105,20 +106,7 @@ class FromReader:
         execute(plan, storages, Progress(0, False), push_threads(), self.reader)
 
     def sum(self, image: Image, runs: Runs, digests: Digests) -> None:
-        for part in runs.batches(CHUNK):
-            sum_rows(image, part, digests, self.reader.rows)
-
-
-def sum_rows(
-    image: Image, runs: Runs, digests: Digests, rows_at: Callable[[int, int, int, int], torch.Tensor]
-) -> None:
-    """Add elements to ``digests``; ``rows_at`` gives bytes by start, width, stride and number of rows."""
-    for name, first, count, step, rows in image.rows(runs):
-        entry = image.layout.tensors[name]
-        dtype = torch_dtype(entry.dtype, name)
-        begin, width = entry.offset + first * dtype.itemsize, count * dtype.itemsize
-        # As elements, so that rows that begin at the same place of a digest's are summed together.
-        digests.add_rows(name, first, step, rows_at(begin, width, step * dtype.itemsize, rows).view(dtype))
+        image.sum_rows(runs, digests, self.reader.rows)
 
 
 class Receiver:
@@ -261,7 +249,7 @@ class FillPlan:
                 taken.setdefault(source, []).append(runs)
             every.append(runs)
             found[name] = _Filled(recipe, name not in partial, back)
-        return found, every[0].union(*every[1:])
+        return found, Runs.of(np.concatenate([runs.rows for runs in every]))
 
     def _stage_plan(
         self, names: tuple[str, ...], strides: Mapping[str, tuple[int, ...]], hosted: frozenset[str]

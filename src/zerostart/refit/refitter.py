@@ -52,8 +52,7 @@ class Refitter:
                     "with the same arguments on every rank"
                 )
             settings.check()
-            driver = _find_driver(target)
-            local = None if target is model else _find_local_target(target, driver)
+            driver, local = _inspect(target)
             is_valid = target is None or isinstance(target, str) or driver is not None or local is not None
             if target is model or not is_valid:
                 raise ConfigError(
@@ -260,22 +259,18 @@ class WorkerProcesses:
         return PushTargets.of(self._image, [w.name for w in workers], [w.wants for w in workers])
 
 
-def _find_local_target(target: object, driver: Driver | None) -> Receiver | None:
-    """Return the engine worker in this rank; None for any other target."""
+def _inspect(target: object) -> tuple[Driver | None, Receiver | None]:
+    """Return the driver of an engine and the engine's worker in this rank, as far as the target has them."""
+    driver = target if isinstance(target, Driver) else None
     if isinstance(target, Receiver):
-        return target
-    if driver is None and isinstance(target, nn.Module):
-        # Modules of an engine have `load_weights`; models for training do not.
-        return Receiver(target) if callable(getattr(target, "load_weights", None)) else None
+        return None, target
+    if driver is None and target is not None:
+        from zerostart.refit import sglang, vllm
+
+        # vLLM last: no route identifies its server, while an SGLang server names itself.
+        driver = sglang.driver_of(target) or vllm.driver_of(target)
+    # Modules of an engine have `load_weights`; models for training do not.
+    if driver is None and isinstance(target, nn.Module) and callable(getattr(target, "load_weights", None)):
+        return None, Receiver(target)
     worker: Callable[[], Receiver | None] | None = getattr(driver, "worker", None)
-    return None if worker is None else worker()
-
-
-def _find_driver(target: object) -> Driver | None:
-    """Return the driver of an engine; None if ``target`` is no engine."""
-    if target is None or isinstance(target, Driver):
-        return target
-    from zerostart.refit import sglang, vllm
-
-    # vLLM last: no route identifies its server, while an SGLang server names itself.
-    return sglang.driver_of(target) or vllm.driver_of(target)
+    return driver, None if worker is None else worker()

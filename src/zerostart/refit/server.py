@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from zerostart.errors import ConfigError, ConversionError, PeerError, VerifyError
+from zerostart.errors import ConfigError, ConversionError, PeerError, VerifyError, ZerostartError
 from zerostart.refit.image import Image, Runs, Sums, make_memory
 from zerostart.refit.pushes import RefitSettings
 from zerostart.refit.wire import PROTOCOL, Channel, Driver, listen
@@ -155,43 +155,32 @@ class WorkerServer:
         """
         deadline = time.monotonic() + self._timeout
 
-        def exchange(worker: Worker, expected: Sums) -> str:
-            """Return the worker's failure; empty if it serves the version."""
-            worker.channel.send("fill", {"version": version, "sums": expected}, deadline=deadline)
-            while True:
-                answer = worker.channel.receive("serving", "failed", deadline=deadline, check=check)
-                # It may have answered to a version that was given up since.
-                if answer.body.get("version") == version:
-                    return str(answer.body.get("why", ""))
+        def exchange(worker: Worker, expected: Sums) -> ZerostartError | None:
+            """Return the worker's failure; None if it serves the version."""
+            try:
+                worker.channel.send("fill", {"version": version, "sums": expected}, deadline=deadline)
+                while True:
+                    answer = worker.channel.receive("serving", "failed", deadline=deadline, check=check)
+                    # It may have answered to a version that was given up since.
+                    if answer.body["version"] == version:
+                        why = answer.body.get("why")
+                        return None if why is None else VerifyError(f"worker {worker.name}: {why}")
+            except PeerError as error:
+                if not worker.channel.closed:
+                    raise  # a call of the engine
+                return PeerError(f"worker {worker.name} died, or stopped answering: {error}")
 
         with ThreadPoolExecutor(max(1, len(workers)), "zerostart-refit-worker") as pool:
             results = [pool.submit(exchange, *each) for each in zip(workers, sums, strict=True)]
-        failed, lost, serving = [], [], []
-        for worker, result in zip(workers, results, strict=True):
-            if (error := result.exception()) is None:
-                why = result.result()
-                failed += [f"worker {worker.name}: {why}"] if why else []
-                serving += [] if why else [worker.name]
-            elif worker.channel.closed:
-                lost.append(worker.name)
-                logger.warning(
-                    "worker %s is lost; pushes go on without it until it comes back: %s", worker.name, error
-                )
-                with self._changed:
-                    self._workers.remove(worker)
-            else:
-                raise error
-        rest = ", ".join(serving) or "nobody"
-        if failed:
-            raise VerifyError(
-                f"{'; '.join(failed)}. It serves no version now; version {version} is served by {rest}; push "
-                "again"
-            )
-        if lost:
-            raise PeerError(
-                f"{', '.join(lost)} died, or stopped answering, after version {version} was decided; version "
-                f"{version} is served by {rest}. The next push goes on without, or with it where it has come "
-                "back"
+        errors = [result.result() for result in results]
+        if failed := [error for error in errors if error is not None]:
+            with self._changed:
+                self._workers = [worker for worker in self._workers if not worker.channel.closed]
+            serving = [w.name for w, error in zip(workers, errors, strict=True) if error is None]
+            kind = next((VerifyError for error in failed if isinstance(error, VerifyError)), PeerError)
+            raise kind(
+                f"{'; '.join(map(str, failed))}. Version {version} is served by "
+                f"{', '.join(serving) or 'nobody'}; push again; a lost worker may come back"
             )
 
     # Arrivals, in threads of their own.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -22,10 +22,10 @@ from zerostart.checkpoint.storage import Reader
 from zerostart.checkpoint.write.shards import SaveLayout
 from zerostart.distributed.world import World, current_world, default_device
 from zerostart.errors import ConfigError, PeerError
-from zerostart.recipe import torch_dtype
+from zerostart.recipe import Target, torch_dtype
 from zerostart.refit.image import Image, ImagePart, Runs, SetSums, Sums
 from zerostart.refit.pushes import CHUNK, ModelWrites, PushTargets, RefitSettings, prepare_model
-from zerostart.refit.receiver import FillPlan, Receiver, sum_rows
+from zerostart.refit.receiver import FillPlan, Receiver
 from zerostart.refit.wire import Driver
 from zerostart.transfer.execute import Progress, execute
 from zerostart.transfer.planning import Plan
@@ -115,7 +115,10 @@ class Rounds:
         if device.type != "cpu":
             # The weights may still be written on another stream than the current one.
             torch.accelerator.synchronize(device)
-        self._write_offsets = [_write_offset(layout, write) for write in ready.plan.writes]
+        self._write_offsets = [
+            layout.tensors[write.name].offset + write.first * write.dtype.itemsize
+            for write in ready.plan.writes
+        ]
         self._is_summed = bytearray(len(ready.plan.writes))
 
     def fetch(self, ranges: Sequence[Range]) -> list[ImagePart]:
@@ -205,10 +208,6 @@ class Rounds:
             self._sums.add_rows(write.name, write.first + first, step, values)
 
 
-def _write_offset(layout: SaveLayout, write: Write) -> int:
-    return layout.tensors[write.name].offset + write.first * write.dtype.itemsize
-
-
 def _select_ranges(runs: Runs, ranges: Sequence[Range]) -> list[tuple[Range, Runs]]:
     return [(each, part) for each in ranges if (part := runs.within(*each)).nbytes]
 
@@ -240,14 +239,12 @@ class _RankSupply:
             execute(computed, storages, Progress(0, False), push_threads(), bands)
 
     def sum(self, image: Image, runs: Runs, digests: Digests) -> None:
-        parts = (
-            (part, list(zip(part.low.tolist(), part.high.tolist(), strict=True)))
-            for part in runs.batches(CHUNK)
-        )
-        for batch, ranges in self._rounds.windows.batches(parts):
+        spans = zip(runs.low.tolist(), runs.high.tolist(), strict=True)
+        windows = dict.fromkeys(window for span in spans for window in self._rounds.windows.between(*span))
+        for batch, ranges in self._rounds.windows.batches((window, [window]) for window in windows):
             bands = _Bands(self._rounds.fetch(ranges))
-            for part in batch:
-                sum_rows(image, part, digests, bands.rows)
+            for window in batch:
+                image.sum_rows(runs.within(*window), digests, bands.rows)
 
 
 class _Bands(Reader):
@@ -354,15 +351,6 @@ class WithinRanks:
         return device if every == {device.type} else torch.device("cpu")
 
 
-@dataclass(frozen=True)
-class TensorMeta:
-    """Name, dtype and whole shape of a tensor of the iteration."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-
 class WeightSource:
     """A stream of whole tensors, made by ``zerostart.weight_source``, which documents it."""
 
@@ -374,11 +362,10 @@ class WeightSource:
         self._targets = range(world.size) if rank is None else (rank,)
         self._image = self._prepare().image
 
-    def metadata(self) -> list[TensorMeta]:
+    def metadata(self) -> list[Target]:
         """Return name, dtype and whole shape of each tensor, in the order of iteration; not collective."""
         return [
-            TensorMeta(name, torch_dtype(dtype, name), tuple(shape))
-            for name, dtype, shape in self._image.entries
+            Target(name, tuple(shape), torch_dtype(dtype, name)) for name, dtype, shape in self._image.entries
         ]
 
     def held_names(self) -> None:
