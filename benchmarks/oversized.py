@@ -116,7 +116,7 @@ def run(argv: list[str]) -> dict[str, Any]:
     from zerostart.cli.launch import join_group, leave_group
     from zerostart.engines import resolve_engine
     from zerostart.geometry.layout import Mesh
-    from zerostart.live.model import record_of
+    from zerostart.live.model import get_record
 
     job = json.loads(argv[0])
     engine, zero = CASES[job["case"]]
@@ -148,7 +148,7 @@ def run(argv: list[str]) -> dict[str, Any]:
         progress=False,
     )
     made = zerostart.report(model)
-    (shard,) = record_of(model).shards(model).values()
+    (shard,) = get_record(model).shards(model).values()
     whole = all(gathered(model, job, engine)) if job["gather"] else None
     result = {
         "partition": shard.storage.numel() * shard.storage.element_size(),

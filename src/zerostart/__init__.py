@@ -246,9 +246,9 @@ def report(model: nn.Module) -> Report:
         >>> found.missing, found.read_bytes
         (('bias',), 24)
     """
-    from zerostart.live.model import report_of
+    from zerostart.live.model import get_report
 
-    return report_of(model)
+    return get_report(model)
 
 
 def full_tensors(model: nn.Module, rank: int | None = 0) -> Iterator[tuple[str, torch.Tensor | None]]:

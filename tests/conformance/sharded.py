@@ -15,7 +15,7 @@ from zerostart.checkpoint.catalog import Catalog
 from zerostart.checkpoint.source import open_catalog
 from zerostart.distributed.world import World
 from zerostart.geometry.layout import Layout, dimension_shard, flat_partition, replicated
-from zerostart.loading.preparation import equal_in
+from zerostart.loading.preparation import make_comparison
 from zerostart.models import Built, Origins, Program
 from zerostart.recipe import Coverage, Recipe, Recipes, main_dtype, torch_dtype
 from zerostart.transfer import Progress, execute
@@ -103,7 +103,7 @@ def prepare_model(kind: Any, path: Path, converter: Any) -> _Loaded:
     aliases = models.Aliases.of(built.model, built.library.keeps_views)
     models.set_dtypes(built, stored)
     recipes = built.recipes(catalog, built.library.expectations(built), converter)
-    coverage = models.tie_names(built, recipes, equal_in(catalog, World(0, 1, None)))
+    coverage = models.tie_names(built, recipes, make_comparison(catalog, World(0, 1, None)))
     names: dict[int, list[str]] = {}
     for name, parameter in built.model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)

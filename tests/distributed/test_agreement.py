@@ -21,7 +21,7 @@ from tests.tiny import TinyCheckpoints
 from zerostart import errors
 from zerostart.distributed.world import current_world
 from zerostart.engines.deepspeed.family import ZeroThree
-from zerostart.live.model import record_of
+from zerostart.live.model import get_record
 
 LIMIT = 30.0
 
@@ -36,7 +36,7 @@ def rounded(path: Path, options: Mapping[str, Any]) -> None:
     finally:
         ZeroThree.offer_masters = kept  # type: ignore[method-assign]
     ((_, names, reader),) = offered
-    shards = record_of(model).shards(model)
+    shards = get_record(model).shards(model)
     reader.read([(name, torch.empty(shards[name].layout.numel)) for name in names])
 
 

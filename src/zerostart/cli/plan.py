@@ -48,13 +48,13 @@ def command(
     Memory is told through the load, the engine's construction and the first step, without activations.
     """
     import zerostart
-    from zerostart.loading.preparation import uncollected
+    from zerostart.loading.preparation import no_garbage_collection
 
     fetched(source, download)
     # A process that plans and ends: nothing in it is worth collecting, not even on its way out.
     atexit.register(gc.freeze)
     # What other libraries print while they are asked is no part of what this command prints.
-    with uncollected(), contextlib.redirect_stdout(sys.stderr):
+    with no_garbage_collection(), contextlib.redirect_stdout(sys.stderr):
         made = zerostart.plan(source, world_size, rank=rank, **values_of(given))
     if html is not None:
         from zerostart.errors import WriteError

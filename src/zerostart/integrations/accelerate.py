@@ -28,7 +28,7 @@ from zerostart.engines.optimizers import is_elementwise
 from zerostart.errors import ConfigError, ZerostartError
 from zerostart.integrations.engine_setup import check_sharing, check_tensors, fsdp2_config
 from zerostart.integrations.saving import in_shards
-from zerostart.live.model import find_record, loaded_model, loaded_models, record_of
+from zerostart.live.model import find_loaded_models, find_record, get_record, unwrap_loaded
 from zerostart.live.training import training_state
 from zerostart.state.resuming.load_state import restore_state
 from zerostart.state.resuming.save_state import write_state
@@ -139,7 +139,7 @@ def _movable(engine: DeepSpeedEngine) -> bool:
     # Files that only one machine sees are DeepSpeed's own affair.
     if engine.use_node_local_storage():
         return False
-    if next(loaded_models(engine.module), None) is not None:
+    if next(find_loaded_models(engine.module), None) is not None:
         return True
     # Plain engines of no ZeRO, DeepSpeed's MoE and Megatron's mpu keep what no layout here describes.
     if not engine.zero_optimization() or engine.has_moe_layers or engine.mpu is not None:
@@ -209,7 +209,7 @@ def _load_fsdp(
 def _is_saved_here(plugin: FSDPPlugin, model: nn.Module) -> bool:
     if plugin.fsdp_version != 2:
         return False
-    return next(loaded_models(model), None) is not None or in_shards(model)
+    return next(find_loaded_models(model), None) is not None or in_shards(model)
 
 
 def _has_optimizer(accelerator: Accelerator, model_index: int) -> bool:
@@ -252,7 +252,7 @@ def sharded(model: nn.Module) -> bool:
     """
     # All checks come before the first shard: what is refused is left as it was.
     _refuse_whole(model, "fsdp2")
-    parts = list(loaded_models(model))
+    parts = list(find_loaded_models(model))
     plugin = fsdp2_plugin()
     wanted = [_wanted(part, plugin) for part in parts]
     if plugin is None or not parts:
@@ -261,7 +261,7 @@ def sharded(model: nn.Module) -> bool:
     policies, fp32 = wanted[0], plugin.mixed_precision != "no"
     # The whole model is a load. Else loads are parts of a model of the script, whose other parameters are
     # sharded around them, after what lies within.
-    if find_record(loaded_model(model)) is not None:
+    if find_record(unwrap_loaded(model)) is not None:
         shard_added(model, policies, fp32)
         return True
     for part in parts:
@@ -272,7 +272,7 @@ def sharded(model: nn.Module) -> bool:
 
 def _refuse_beside_tensors(model: nn.Module, parts: Sequence[nn.Module]) -> None:
     """Raise ConfigError for parameters that were added where ranks share tensors: none would cut them."""
-    sharing = max(record_of(part).engine.mesh.tensor_parallel for part in parts)
+    sharing = max(get_record(part).engine.mesh.tensor_parallel for part in parts)
     added = [n for n, p in model.named_parameters() if p.dim() and not isinstance(p, DTensor)]
     if sharing > 1 and added:
         raise ConfigError(
@@ -282,7 +282,7 @@ def _refuse_beside_tensors(model: nn.Module, parts: Sequence[nn.Module]) -> None
 
 
 def _wanted(part: nn.Module, plugin: FSDP2Plugin | None) -> Mapping[str, object]:
-    engine = record_of(part).engine
+    engine = get_record(part).engine
     check_tensors(part)
     check_sharing(part)
     if engine.owns_optimizer or plugin is None:
@@ -315,7 +315,7 @@ def _wanted(part: nn.Module, plugin: FSDP2Plugin | None) -> Mapping[str, object]
 def partitioned(accelerator: Accelerator, model: nn.Module) -> None:
     """Raise ConfigError for a model that, or a part of which, was not loaded for accelerate's stage."""
     plugin = accelerator.state.deepspeed_plugin
-    parts = list(loaded_models(model))
+    parts = list(find_loaded_models(model))
     for part in parts:
         check_sharing(part)
         check_tensors(part, plugin.deepspeed_config)
@@ -324,7 +324,7 @@ def partitioned(accelerator: Accelerator, model: nn.Module) -> None:
             _refuse_whole(model, "deepspeed")
         return
     for part in parts:
-        engine = record_of(part).engine
+        engine = get_record(part).engine
         if not (engine.owns_optimizer and engine.replicates_parameters):
             raise ConfigError(
                 f"{type(part).__name__} was loaded for {engine.title}, but accelerate prepares it for "

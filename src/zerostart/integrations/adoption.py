@@ -31,7 +31,7 @@ from zerostart.integrations.loading import InterceptedLoad
 from zerostart.integrations.transformers import trainer
 from zerostart.integrations.transformers.loading import FromConfigLoad, TransformersLoad
 from zerostart.live.full_tensors import full_tensors
-from zerostart.live.model import loaded_models, record_of
+from zerostart.live.model import find_loaded_models, get_record
 from zerostart.loading.request import Request
 from zerostart.upstream.accelerate.plugins import join_ranks
 from zerostart.upstream.accelerate.preparing import AcceleratorPatches
@@ -188,7 +188,7 @@ def _serve_later_calls(model: nn.Module, setup: str) -> None:
     _saving.hold(model)
     serve_adapters(model)
     serve_resizing(model)
-    record = record_of(model)
+    record = get_record(model)
     if record.engine.owns_optimizer and record.parallelism.mesh.parallel:
         _consolidation.hold(model)
     report = record.report
@@ -199,9 +199,9 @@ def _serve_later_calls(model: nn.Module, setup: str) -> None:
 
 
 def _whole_state(model: nn.Module, without_frozen: bool) -> Any:
-    inner = next(loaded_models(model), None)
+    inner = next(find_loaded_models(model), None)
     # Whole on every rank, or in ZeRO-3 shards over all of them: DeepSpeed's own gathering is right.
-    if inner is None or not record_of(inner).parallelism.mesh.parallel:
+    if inner is None or not get_record(inner).parallelism.mesh.parallel:
         return NotImplemented
     if inner is not model:
         raise ConfigError(
@@ -226,8 +226,8 @@ def _get_state_dict(
     original: Callable[[], object], *, self: Accelerator, model: nn.Module, **_: object
 ) -> object:
     unwrapped = self.unwrap_model(model)
-    inner = next(loaded_models(unwrapped), None)
-    if inner is None or not record_of(inner).engine.replicates_parameters:
+    inner = next(find_loaded_models(unwrapped), None)
+    if inner is None or not get_record(inner).engine.replicates_parameters:
         return original()
     whole = _whole_state(unwrapped, False)
     return original() if whole is NotImplemented else whole

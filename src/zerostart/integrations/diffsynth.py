@@ -18,7 +18,7 @@ from zerostart.engines import Shard, first_rank_shard
 from zerostart.errors import ConfigError, CoverageError
 from zerostart.integrations.loading import InterceptedLoad
 from zerostart.integrations.saving import in_shards
-from zerostart.live.model import LiveModel, loaded_parts
+from zerostart.live.model import LiveModel, find_loaded_parts
 from zerostart.loading.run import run
 from zerostart.loading.source import open_source
 from zerostart.recipe import spelling
@@ -206,7 +206,7 @@ def load_lora(original: Original, *, module: nn.Module, **_: object) -> object:
 
 
 def _shared_out(module: nn.Module) -> bool:
-    return any(in_shards(part) for _, part, _ in loaded_parts(module))
+    return any(in_shards(part) for _, part, _ in find_loaded_parts(module))
 
 
 _SUFFIX = ".safetensors"
@@ -230,7 +230,7 @@ def save_trained(
     with the weights, and WriteError as ``save`` does.
     """
     logger, module = self, accelerator.unwrap_model(model)
-    if not loaded_parts(module):
+    if not find_loaded_parts(module):
         return original()
     world = current_world()
     with world.phase("saving what is trained"):

@@ -24,7 +24,7 @@ from zerostart.distributed.world import default_device, joined_world
 from zerostart.errors import CheckpointError, ConfigError
 from zerostart.integrations.later_calls import serve_saving
 from zerostart.integrations.loading import InterceptedLoad
-from zerostart.live.model import record_of
+from zerostart.live.model import get_record
 from zerostart.loading.offload import Window, load_offloaded, release
 from zerostart.loading.placement import Placement
 from zerostart.loading.request import Request, dtype_of
@@ -140,12 +140,12 @@ def load_pipeline(request: PipelineRequest) -> Any:
                     "lengths pass placement={%r: 'replicate'}",
                     *(component.name, component.kind, component.name),
                 )
-            if not placement.brought_in:
+            if not placement.is_fetched:
                 models[component.name] = _placed(request, component, kinds, placement)
         window = _window(request, device, allocated_bytes(device) - before)
-        brought_in = [component for component in found if placements[component.name].brought_in]
+        fetched = [component for component in found if placements[component.name].is_fetched]
         # What rests on the device first: the others are divided for what it leaves.
-        for component in sorted(brought_in, key=lambda one: placements[one.name].kind == "offload"):
+        for component in sorted(fetched, key=lambda one: placements[one.name].kind == "offload"):
             placement = placements[component.name]
             own = _own_request(request, component, kinds, placement, WHOLE)
             grows = request.device_memory_limit is None
@@ -195,7 +195,7 @@ def _looked_at(request: PipelineRequest) -> tuple[Path, tuple[Component, ...], d
             )
     placements = {name: Placement.of(given.get(name, "shard"), name) for name in names}
     for name in request.trainable:
-        if placements[name].kind not in ("shard", "replicate") or placements[name].brought_in:
+        if placements[name].kind not in ("shard", "replicate") or placements[name].is_fetched:
             typed = " with a storage dtype" if placements[name].storage_dtype else ""
             raise ConfigError(
                 f"{name} is to be trained, but is placed {placements[name].kind!r}{typed}: place what is "
@@ -245,7 +245,7 @@ def _placed(
     model = run(_own_request(request, component, kinds, placement, how), serve_saving)
     if component.name not in request.trainable:
         model.requires_grad_(False)
-        engine = record_of(model).engine
+        engine = get_record(model).engine
         engine.make_callable(model)
     return model
 

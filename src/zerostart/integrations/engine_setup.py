@@ -15,7 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from zerostart.engines import Engine, Mesh, check_choice, family_of, titled
 from zerostart.engines.training import EngineConfig
 from zerostart.errors import ConfigError
-from zerostart.live.model import record_of
+from zerostart.live.model import get_record
 from zerostart.models import library_of
 from zerostart.upstream.accelerate.plugins import FSDP2Plugin, fsdp2_plugin, parallelism
 from zerostart.upstream.deepspeed.active import active_config, config_stage, open_init_dtype
@@ -218,7 +218,7 @@ def fsdp2_config(found: FSDP2Plugin, model: type) -> dict[str, object]:
 
 def check_sharing(model: nn.Module) -> None:
     """Raise ConfigError where other ranks share sequences now than the loaded ``model`` was loaded for."""
-    engine = record_of(model).engine
+    engine = get_record(model).engine
     loaded, now = engine.mesh.sequence_parallel, SharedSequences.of(engine.name).size
     if loaded == now:
         return
@@ -241,7 +241,7 @@ def check_tensors(model: nn.Module, config: EngineConfig | None = None) -> None:
 
     ``config`` is accelerate's of DeepSpeed. DeepSpeed itself compares the first forward's inputs alone.
     """
-    loaded, shared = record_of(model).engine.mesh.tensor_parallel, parallelism()
+    loaded, shared = get_record(model).engine.mesh.tensor_parallel, parallelism()
     now = 1 if shared is None else shared.tp_size
     configured = ((config or {}).get("tensor_parallel") or {}).get("autotp_size", 0)
     if loaded > 1 and loaded not in (now, configured):

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from zerostart.live.model import record_of
+from zerostart.live.model import get_record
 from zerostart.upstream.diffusers.loading import LoraShapes
 from zerostart.upstream.peft.adapters import AdapterCalls
 from zerostart.upstream.saving_calls import Replacement, SavingCalls
@@ -84,7 +84,7 @@ def serve_adapters(model: nn.Module) -> None:
 
 def serve_resizing(model: nn.Module) -> None:
     """Have ``resize_token_embeddings`` of a loaded ``model``, if it has that, resize its shards."""
-    if not record_of(model).engine.replicates_parameters and hasattr(model, "resize_token_embeddings"):
+    if not get_record(model).engine.replicates_parameters and hasattr(model, "resize_token_embeddings"):
         from zerostart.upstream.transformers.loading import resize_by
 
         resize_by(model, functools.partial(_resize, model))

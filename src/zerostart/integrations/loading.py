@@ -16,7 +16,7 @@ from zerostart.distributed.failures import report_of, restored
 from zerostart.distributed.world import current_world
 from zerostart.errors import ConfigError, ZerostartError
 from zerostart.integrations.engine_setup import EngineSetup
-from zerostart.live.model import record_of
+from zerostart.live.model import get_record
 from zerostart.loading.request import Request
 from zerostart.loading.run import run
 from zerostart.models import Built, library_of
@@ -102,7 +102,7 @@ class InterceptedLoad:
             reinitialise_mismatched=ignore_mismatched,
         )
         run(request)
-        report = record_of(built.model).report
+        report = get_record(built.model).report
         return (
             set(report.missing) - report.reinitialised.keys(),
             set(report.unexpected),

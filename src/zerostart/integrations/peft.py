@@ -15,8 +15,8 @@ from zerostart.distributed.world import current_world
 from zerostart.engines import Shard, engine_families
 from zerostart.errors import ConfigError
 from zerostart.integrations.barrier import barrier
-from zerostart.live.full_tensors import whole_tensor
-from zerostart.live.model import find_shards, loaded_around, loaded_models, record_of
+from zerostart.live.full_tensors import gather_tensor
+from zerostart.live.model import find_loaded_models, find_shards, find_surrounding_loads, get_record
 from zerostart.state.editing import master_of, put_elements
 from zerostart.upstream.peft.adapters import AdapterLayer
 
@@ -39,7 +39,7 @@ def injected(original: Callable[[], object], model: nn.Module, of_values: bool) 
     if of_values and of_units:
         raise ConfigError(refusal)
     # A part of a loaded model may be given: the language model of one that sees, or a single layer.
-    loaded = list(loaded_models(model)) or list(loaded_around(model))
+    loaded = list(find_loaded_models(model)) or list(find_surrounding_loads(model))
     # Parameters by their objects, before PEFT adds its own: their names change when it puts layers around
     # others.
     parts = [(part, {id(p) for p in part.parameters()}) for part in loaded]
@@ -53,7 +53,7 @@ def injected(original: Callable[[], object], model: nn.Module, of_values: bool) 
         _check_experts(part, before)
         added = [p for p in part.parameters() if id(p) not in before]
         if added:
-            record_of(part).engine.synchronize_added(part, added)
+            get_record(part).engine.synchronize_added(part, added)
             _parts.update(
                 (module, weakref.ref(part)) for module in part.modules() if hasattr(module, "merge")
             )
@@ -62,13 +62,13 @@ def injected(original: Callable[[], object], model: nn.Module, of_values: bool) 
 
 def _check_experts(part: nn.Module, before: set[int]) -> None:
     """Raise ConfigError for adapters of experts that ranks share: each rank would train its own as all's."""
-    cuts = record_of(part).parallelism.experts.cuts
+    cuts = get_record(part).parallelism.experts.cuts
     owners = {name.rpartition(".")[0] + "." for name in cuts}
     for name, parameter in part.named_parameters():
         if id(parameter) not in before and any(name.startswith(owner) for owner in owners):
             raise ConfigError(
                 f"{name} is an adapter of experts of {type(part).__name__}, which the ranks share "
-                f"(expert_parallel={record_of(part).engine.mesh.expert_parallel}), but an adapter is "
+                f"(expert_parallel={get_record(part).engine.mesh.expert_parallel}), but an adapter is "
                 "the same on every rank; use expert_parallel=1, or leave experts out of "
                 "target_parameters"
             )
@@ -76,11 +76,11 @@ def _check_experts(part: nn.Module, before: set[int]) -> None:
 
 def surrounded(original: Callable[[], object], model: nn.Module) -> object:
     """``_setup_prompt_encoder`` of PEFT: what stands around a loaded model, as what is put into one."""
-    parts, before = list(loaded_models(model)), {id(p) for p in model.parameters()}
+    parts, before = list(find_loaded_models(model)), {id(p) for p in model.parameters()}
     found = original()
     added = [p for p in model.parameters() if id(p) not in before]
     if parts and added:
-        record_of(parts[0]).engine.synchronize_added(model, added)
+        get_record(parts[0]).engine.synchronize_added(model, added)
     return found
 
 
@@ -137,7 +137,7 @@ def _merged_whole(
 
 
 def _whole(shard: Shard) -> torch.Tensor:
-    whole = whole_tensor(shard, None)
+    whole = gather_tensor(shard, None)
     assert whole is not None, "every rank asked for it"
     return whole.to(shard.storage.device)
 

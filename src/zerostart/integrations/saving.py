@@ -13,7 +13,7 @@ from torch import nn
 from zerostart.distributed.world import current_world
 from zerostart.errors import ConfigError
 from zerostart.integrations.barrier import announce_local_save, join_save
-from zerostart.live.model import bare_model, find_record, find_shards, loaded_models
+from zerostart.live.model import find_loaded_models, find_record, find_shards, unwrap_model
 from zerostart.state.saving.adapters import adapted_model, has_adapters
 from zerostart.state.saving.save import SaveRequest, save_model, save_own_names
 from zerostart.upstream.diffusers.weights import name_classes
@@ -40,7 +40,7 @@ _saved: list[tuple[nn.Module, Path]] = []
 
 def in_shards(model: nn.Module) -> bool:
     """Whether a rank has a part of ``model`` alone."""
-    record = find_record(bare_model(model))
+    record = find_record(unwrap_model(model))
     if record is not None and record.parallelism.mesh.parallel:
         return True
     config = getattr(model, "config", None)
@@ -124,7 +124,7 @@ def accelerator_save_model(
 ) -> object:
     """``Accelerator.save_model``, which every rank calls."""
     # With adapters, and for pickles, accelerate's own way is kept.
-    ours = next(loaded_models(model), None) is not None or in_shards(model)
+    ours = next(find_loaded_models(model), None) is not None or in_shards(model)
     if not ours or not safe_serialization or has_adapters(model):
         return original()
     save_own_names(model, save_directory, max_shard_size)
@@ -142,7 +142,7 @@ def save_weights(
     """
     adapted = adapted_model(model)
     # PEFT's own wrapper saves each adapter into a folder; transformers' and diffusers' mixins save one file.
-    if adapted is not None and adapted.model is bare_model(model):
+    if adapted is not None and adapted.model is unwrap_model(model):
         names = adapted.adapter_names()
         if names != ["default"]:
             raise ConfigError(

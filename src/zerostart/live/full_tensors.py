@@ -45,14 +45,14 @@ def _walk(model: nn.Module, rank: int | None) -> Iterator[tuple[str, torch.Tenso
             if shard is None:
                 yield plain, tensor.detach().cpu().clone() if rank in (None, world.rank) else None
             else:
-                yield plain, whole_tensor(shard, rank)
+                yield plain, gather_tensor(shard, rank)
 
 
 def _receiver(rank: int | None) -> str:
     return "all ranks" if rank is None else f"rank {rank}"
 
 
-def whole_tensor(shard: Shard, rank: int | None) -> torch.Tensor | None:
+def gather_tensor(shard: Shard, rank: int | None) -> torch.Tensor | None:
     """One parameter, on ``rank`` or on all; every rank sends its share in messages of bounded size."""
     world = current_world()
     here, size = world.rank, world.size
@@ -91,7 +91,7 @@ def _segment(storage: torch.Tensor, start: int, count: int) -> torch.Tensor:
     return part.contiguous()
 
 
-def carried(part: torch.Tensor) -> torch.Tensor:
+def to_backend_device(part: torch.Tensor) -> torch.Tensor:
     """``part`` on a device that the process group's backend carries."""
     alone = not dist.is_initialized()
     if alone or part.device.type != "cpu" or "cpu" in str(dist.get_backend_config()):
@@ -101,7 +101,7 @@ def carried(part: torch.Tensor) -> torch.Tensor:
 
 def _exchange(part: torch.Tensor, rank: int | None, here: int, size: int) -> list[torch.Tensor]:
     """``part`` of every rank, as CPU tensors, where they are wanted; [] elsewhere."""
-    part = carried(part)
+    part = to_backend_device(part)
     # As bytes: not every backend carries every dtype.
     sent = part.view(torch.uint8)
     received = [torch.empty_like(sent) for _ in range(size)] if rank in (None, here) else []

@@ -64,29 +64,29 @@ def remember_load(model: nn.Module, record: LoadRecord) -> None:
     _records[model] = record
 
 
-def loaded_model(model: nn.Module) -> nn.Module:
+def unwrap_loaded(model: nn.Module) -> nn.Module:
     """The loaded model inside the wrappers of engines, of torch.compile and of PEFT, or ``model`` itself."""
     inner: nn.Module | None = model
     # A record outranks the wrapper's kind: a loaded model may itself be of a class that looks like a wrapper.
     while inner is not None and inner not in _records:
-        inner = wrapped(inner)
+        inner = inner_module(inner)
     return model if inner is None else inner
 
 
-def bare_model(model: nn.Module) -> nn.Module:
+def unwrap_model(model: nn.Module) -> nn.Module:
     """The model inside the wrappers of libraries, whoever has loaded it."""
-    inner = loaded_model(model)
+    inner = unwrap_loaded(model)
     # Only libraries' own classes are opened: a script's class with a child called ``module`` is a model, not
     # a wrapper.
     while inner not in _records and _library(inner) in _WRAPPERS:
-        inside = wrapped(inner)
+        inside = inner_module(inner)
         if inside is None:
             break
         inner = inside
     return inner
 
 
-def wrapped(wrapper: nn.Module) -> nn.Module | None:
+def inner_module(wrapper: nn.Module) -> nn.Module | None:
     """What a wrapper wraps; None for a module that is none."""
     names: tuple[str, ...] = ("module", "_orig_mod")
     if _library(wrapper) == "peft":
@@ -102,12 +102,12 @@ def _library(module: nn.Module) -> str:
     return kind.__module__.partition(".")[0]
 
 
-def loaded_models(model: nn.Module) -> Iterator[nn.Module]:
+def find_loaded_models(model: nn.Module) -> Iterator[nn.Module]:
     """All loaded models that ``model`` is or contains."""
     return (module for module in model.modules() if module in _records)
 
 
-def loaded_around(module: nn.Module) -> Iterator[nn.Module]:
+def find_surrounding_loads(module: nn.Module) -> Iterator[nn.Module]:
     """All loaded models that ``module`` is a part of."""
     return (model for model in list(_records) if any(part is module for part in model.modules()))
 
@@ -117,9 +117,9 @@ def find_record(model: nn.Module) -> LoadRecord | None:
     return _records.get(model)
 
 
-def record_of(model: nn.Module) -> LoadRecord:
+def get_record(model: nn.Module) -> LoadRecord:
     """The record of ``model``; raises ConfigError if zerostart did not load it."""
-    found = _records.get(loaded_model(model))
+    found = _records.get(unwrap_loaded(model))
     if found is None:
         raise ConfigError(
             f"this {type(model).__name__} was not loaded by zerostart, so there is no report of its load"
@@ -127,7 +127,7 @@ def record_of(model: nn.Module) -> LoadRecord:
     return found
 
 
-def loaded_parts(model: nn.Module) -> list[tuple[str, nn.Module, LoadRecord]]:
+def find_loaded_parts(model: nn.Module) -> list[tuple[str, nn.Module, LoadRecord]]:
     """Prefix, module and record of each load that is part of ``model``: of the model itself, it alone."""
     found: list[tuple[str, nn.Module, LoadRecord]] = []
     inside: set[int] = set()
@@ -141,15 +141,15 @@ def loaded_parts(model: nn.Module) -> list[tuple[str, nn.Module, LoadRecord]]:
     return found
 
 
-def report_of(model: nn.Module) -> Report:
+def get_report(model: nn.Module) -> Report:
     """What the load of ``model`` did, or all loads of its parts together.
 
     Raises ConfigError where no part of it was loaded.
     """
-    inner = bare_model(model)
-    parts = loaded_parts(inner)
+    inner = unwrap_model(model)
+    parts = find_loaded_parts(inner)
     if not parts:
-        return record_of(inner).report  # which raises
+        return get_record(inner).report  # which raises
     if len(parts) == 1 and not parts[0][0]:
         return parts[0][2].report
     reports = [(prefix, record.report) for prefix, _, record in parts]
@@ -218,17 +218,17 @@ class LiveModel:
     """
 
     def __init__(self, model: nn.Module, world: World) -> None:
-        """``model`` may be wrapped by an engine, torch, accelerate or PEFT."""
+        """``model`` may be inner_module by an engine, torch, accelerate or PEFT."""
         # Parameters are told by their objects in all that follows, and a forward may have left others there.
         for engine in engine_families():
             engine.put_to_rest(model)
         self.world = world
-        self.module = bare_model(model)
+        self.module = unwrap_model(model)
         self.record: LoadRecord | None = find_record(self.module)
         self.wrapper = model
         self._outer = model
         while _library(self._outer) in _AROUND:
-            if (inner := wrapped(self._outer)) is None:
+            if (inner := inner_module(self._outer)) is None:
                 break
             self._outer = inner
 
@@ -237,7 +237,7 @@ class LiveModel:
     @cached_property
     def sharded(self) -> Mapping[int, Shard]:
         """This rank's share of each parameter that an engine has sharded, by the parameter's ``id``."""
-        outer, parts = self._outer, loaded_parts(self._outer)
+        outer, parts = self._outer, find_loaded_parts(self._outer)
         named = dict(outer.named_parameters(remove_duplicate=False))
         loaded = {id(p) for _, part, _ in parts for p in part.parameters()}
         # Engines search the whole model, which takes its time: only where a parameter is no load's (the model
@@ -295,7 +295,7 @@ class LiveModel:
 
     @cached_property
     def wrapper_buffers(self) -> dict[str, torch.Tensor]:
-        """Buffers of what is wrapped around ``module`` (``AveragedModel.n_averaged``)."""
+        """Buffers of what is inner_module around ``module`` (``AveragedModel.n_averaged``)."""
         inside = {id(tensor) for _, tensor, buffer in state_names(self.module) if buffer}
         return {n: t for n, t, buffer in state_names(self.wrapper) if buffer and id(t) not in inside}
 
@@ -377,11 +377,11 @@ class LiveModel:
     def plain_names(self) -> Mapping[str, str]:
         """Of each name of the state dict the one in the unsharded model, tied names included."""
         # A name that was loaded is one, though it reads like a wrapper's (`base_layer`).
-        parts = loaded_parts(self.module)
+        parts = find_loaded_parts(self.module)
         loaded = {prefix + name for prefix, _, record in parts for name in record.recipes}
         return {name: name if name in loaded else plain_name(name) for name, _, _ in state_names(self.module)}
 
     def check_loaded(self) -> None:
         """Raise ConfigError where no part of the model was loaded by zerostart."""
-        if not loaded_parts(self.module):
-            record_of(self.wrapper)  # which says so
+        if not find_loaded_parts(self.module):
+            get_record(self.wrapper)  # which says so

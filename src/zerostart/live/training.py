@@ -101,24 +101,24 @@ class LiveTraining(LiveModel):
 
         Raises ConfigError where gradients are not reduced.
         """
-        return self.placed_gradients(self.state.gradients(self._is_replicated))
+        return self.shard_gradients(self.state.gradients(self._is_replicated))
 
-    def placed_gradients(self, gradients: Sequence[Gradient]) -> Iterator[StateTensor]:
+    def shard_gradients(self, gradients: Sequence[Gradient]) -> Iterator[StateTensor]:
         """Gradients, or the room for them, each with its share of the parameter."""
         for member, gradient in gradients:
             name = self.name_of(member.parameter)
-            yield StateTensor(name, "gradient", share_of(member, self.shards[name], gradient))
+            yield StateTensor(name, "gradient", member_shard(member, self.shards[name], gradient))
 
     def _members(self, step: Stepped, key: str, values: torch.Tensor) -> Iterator[StateTensor]:
         for member in step.members:
             name = self.name_of(member.parameter)
-            yield StateTensor(name, key, share_of(member, self.shards[name], values))
+            yield StateTensor(name, key, member_shard(member, self.shards[name], values))
 
     def _is_replicated(self, parameter: torch.Tensor) -> bool:
         return not isinstance(parameter, DTensor) and self.shards[self.name_of(parameter)].held[1] > 1
 
 
-def share_of(member: Member, shard: Shard, values: torch.Tensor) -> Shard:
+def member_shard(member: Member, shard: Shard, values: torch.Tensor) -> Shard:
     """The share of a member in what is stepped, or in a tensor like it: one of its state, or the gradient.
 
     ``values`` have the elements of all members of a step, or those of the member alone.

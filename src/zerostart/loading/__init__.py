@@ -1,1 +1,1 @@
-"""The load of a model: what is asked for, what is found, what is filled, and what is told of it."""
+"""Load a checkpoint into a sharded model: request, preparation, transfer, hand-over, report."""

@@ -1,7 +1,7 @@
-"""A load that leaves the weights at rest, and has them brought in where a forward needs them.
+"""Load a model whose parameters are on the device only during forwards.
 
-One window serves all offloaded models of a pipeline. What a module computes with is there from before its
-forward until room is needed for another.
+All offloaded models of a pipeline share one window of device memory. The parameters of a module are fetched
+before its forward, and stay until another module needs the memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from zerostart.geometry.layout import replicated
 from zerostart.live.report import Clock
 from zerostart.loading.destinations import Destinations
 from zerostart.loading.placement import Placement
-from zerostart.loading.preparation import Prepared, prepare, undisturbed
+from zerostart.loading.preparation import Prepared, isolated, prepare
 from zerostart.loading.request import Request
 from zerostart.models import Origins
 from zerostart.recipe import Recipe
@@ -30,9 +30,9 @@ from zerostart.transfer import Arena, Progress, Tuning, execute, page_locked
 from zerostart.transfer.planning import Destination, Plan, join
 from zerostart.upstream.torch.tensors import make_wrapper
 
-#: Most bytes of staging while a layer is read, beside the window.
-STAGING = 32 << 20
-#: Modules whose forward computes with the parameters of the modules inside them.
+#: Maximum size of the staging buffers while a layer is read, in bytes, in addition to the window.
+MAX_STAGING_BYTES = 32 << 20
+#: Modules whose forward computes with the parameters of their submodules.
 INDIVISIBLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.RNNBase)
 _PURPOSE = (
     "and layers of the model are read from it as they are needed; keep it as it is while the model is used, "
@@ -40,114 +40,118 @@ _PURPOSE = (
 )
 
 
-class AtRest(Protocol):
-    """The parameters of one model, by name, whole."""
+class WeightStore(Protocol):
+    """Whole parameters of one model, by name."""
 
-    def fetch(self, wanted: Mapping[str, torch.Tensor]) -> None:
-        """Fill each 1-D tensor with the parameter of its name, in row-major order, in the tensor's dtype.
+    def fetch(self, outputs: Mapping[str, torch.Tensor]) -> None:
+        """Fill each 1-D tensor with the parameter of its name.
 
-        Raises ReadError where its files cannot be read, or are not what they were.
+        Elements are in row-major order, in the tensor's dtype. Raises ReadError if a file cannot be read or
+        was changed.
         """
 
 
-class InFiles:
-    """In the checkpoint's files, in whatever layout and dtype; nothing is kept in memory or open."""
+class FileWeights:
+    """Weights in the checkpoint's files, in any layout and dtype."""
 
     def __init__(self, catalog: Catalog, recipes: Mapping[str, Recipe], tuning: Tuning) -> None:
         self._recipes = dict(recipes)
         self._tuning = tuning
         used = {catalog.tensors[n].file for r in self._recipes.values() for n in leaves_of(r.pieces)}
         self._catalog = replace(catalog, storage=catalog.storage.kept(used))
-        # By names and dtypes of what is fetched together.
+        # Plans by names and dtypes of the fetched tensors: every step fetches the same layers.
         self._plans: dict[tuple[tuple[str, torch.dtype], ...], Plan] = {}
 
-    def fetch(self, wanted: Mapping[str, torch.Tensor]) -> None:
-        """See ``AtRest``. Raises ReadError."""
-        key = tuple((name, to.dtype) for name, to in wanted.items())
-        # Layers come round with every step: their plans are made once.
+    def fetch(self, outputs: Mapping[str, torch.Tensor]) -> None:
+        """Read the parameters; not collective. Raises ReadError."""
+        key = tuple((name, tensor.dtype) for name, tensor in outputs.items())
         if key not in self._plans:
-            self._plans[key] = self._plan(wanted)
+            self._plans[key] = self._plan(outputs)
         plan = self._plans[key]
         storage, tuning = self._catalog.storage.recalled(_PURPOSE), self._tuning.suited(plan)
         reader = storage.reader(cold=tuning.cold)
-        # Not collective: each rank reads for itself, when its forward comes to it.
         progress = Progress(plan.read_bytes, False)
-        execute(plan, list(wanted.values()), progress, tuning.threads, reader, tuning.depth)
+        execute(plan, list(outputs.values()), progress, tuning.threads, reader, tuning.depth)
 
-    def _plan(self, wanted: Mapping[str, torch.Tensor]) -> Plan:
-        places = []
-        for name, to in wanted.items():
+    def _plan(self, outputs: Mapping[str, torch.Tensor]) -> Plan:
+        destinations = []
+        for name, tensor in outputs.items():
             recipe = self._recipes[name]
             layout = replicated(recipe.target.shape)
-            recipe = replace(recipe, target=replace(recipe.target, dtype=to.dtype))
-            on_host = to.device.type == "cpu"
-            places.append((recipe, layout, Destination(name, to.numel(), layout.owned, to.dtype, on_host)))
-        return join(self._catalog, places, self._tuning.options())
+            recipe = replace(recipe, target=replace(recipe.target, dtype=tensor.dtype))
+            on_host = tensor.device.type == "cpu"
+            destination = Destination(name, tensor.numel(), layout.owned, tensor.dtype, on_host)
+            destinations.append((recipe, layout, destination))
+        return join(self._catalog, destinations, self._tuning.options())
 
 
-class InMemory:
-    """In memory of one device, in a dtype of their own; page-locked on a host that has another device."""
+class MemoryWeights:
+    """Weights in the memory of a device, page-locked if ``pinned``."""
 
     def __init__(
         self,
-        source: InFiles,
+        files: FileWeights,
         sizes: Mapping[str, tuple[int, torch.dtype]],
         device: torch.device,
         pinned: bool,
     ) -> None:
-        self._held: dict[str, torch.Tensor] = {}
+        self._tensors: dict[str, torch.Tensor] = {}
         arena = Arena(device, page_locked) if pinned else None
-        # All before the first is taken, which allocates the arena.
-        at = {name: arena.reserve(*size) for name, size in sizes.items()} if arena is not None else {}
+        # Reserve all before the first `take`, which allocates the arena.
+        offsets = {name: arena.reserve(*size) for name, size in sizes.items()} if arena is not None else {}
         for name, (numel, dtype) in sizes.items():
             if arena is None:
-                held = torch.empty(numel, dtype=dtype, device=device)
+                tensor = torch.empty(numel, dtype=dtype, device=device)
             else:
-                held = arena.take(at[name], numel, dtype)
-            # One at a time, so that no more than the tensor itself is needed beside what is held.
-            source.fetch({name: held})
-            self._held[name] = held
+                tensor = arena.take(offsets[name], numel, dtype)
+            # One at a time: staging needs memory for one tensor only.
+            files.fetch({name: tensor})
+            self._tensors[name] = tensor
 
-    def fetch(self, wanted: Mapping[str, torch.Tensor]) -> None:
-        """See ``AtRest``; nothing is read."""
-        for name, to in wanted.items():
-            to.copy_(self._held[name], non_blocking=True)
+    def fetch(self, outputs: Mapping[str, torch.Tensor]) -> None:
+        """Copy the parameters; reads no file."""
+        for name, tensor in outputs.items():
+            tensor.copy_(self._tensors[name], non_blocking=True)
 
 
 @dataclass(eq=False)
 class Weight:
-    """A parameter that comes and goes."""
+    """An offloaded parameter."""
 
     name: str
-    absent: nn.Parameter
-    source: AtRest
-    #: Where modules look for it.
+    #: Parameter in the model while the values are not on the device.
+    placeholder: nn.Parameter
+    store: WeightStore
+    #: Modules and attribute names that refer to the parameter.
     places: list[tuple[nn.Module, str]]
-    #: Forwards that compute with it now.
+    #: Number of running forwards that compute with it.
     users: int = 0
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the device."""
-        return self.absent.numel() * self.absent.element_size()
+        """Size on the device, in bytes."""
+        return self.placeholder.numel() * self.placeholder.element_size()
 
-    def put(self, tensor: nn.Parameter) -> None:
-        """Have modules find ``tensor``."""
+    def assign(self, tensor: nn.Parameter) -> None:
+        """Put ``tensor`` into the model."""
         for module, leaf in self.places:
             module._parameters[leaf] = tensor
 
 
 class Window:
-    """At most ``limit`` bytes of parameters on ``device``; ``highest`` is what there was at most."""
+    """Device memory for fetched parameters of offloaded models, of at most ``limit`` bytes."""
 
     def __init__(self, limit: int, device: torch.device) -> None:
         self.limit, self.device = limit, device
         self.used = self.highest = self.fetches = 0
-        # In the order of their last use.
+        # Weights on the device, in the order of their last use.
         self._resident: dict[Weight, None] = {}
 
-    def enter(self, weights: Sequence[Weight]) -> None:
-        """Have ``weights`` resident until ``leave``. Raises EngineError where too much is in use."""
+    def acquire(self, weights: Sequence[Weight]) -> None:
+        """Fetch ``weights``, and keep them until ``release``.
+
+        Raises EngineError if the limit has no room for them.
+        """
         missing = [weight for weight in weights if weight not in self._resident]
         for weight in weights:
             weight.users += 1
@@ -156,33 +160,35 @@ class Window:
         if missing:
             try:
                 self._make_room(missing)
-                self._bring(missing)
+                self._fetch(missing)
             except BaseException:
-                self.leave(weights)
+                self.release(weights)
                 raise
 
-    def leave(self, weights: Sequence[Weight]) -> None:
-        """Let ``weights`` go when their room is needed."""
+    def release(self, weights: Sequence[Weight]) -> None:
+        """Allow the eviction of ``weights``."""
         for weight in weights:
             weight.users -= 1
 
-    def forget(self, weight: Weight) -> None:
-        """Take ``weight`` out, if it is in."""
+    def evict(self, weight: Weight) -> None:
+        """Free the memory of ``weight`` if it is on the device."""
         if weight in self._resident:
-            weight.put(weight.absent)
+            weight.assign(weight.placeholder)
             del self._resident[weight]
             self.used -= weight.nbytes
 
-    def _bring(self, missing: Sequence[Weight]) -> None:
-        # Plain tensors: what inference mode makes cannot be used outside of it.
+    def _fetch(self, missing: Sequence[Weight]) -> None:
+        # Tensors made in inference mode cannot be used outside it.
         with torch.inference_mode(False), torch.no_grad():
             flat = {
-                weight: torch.empty(weight.absent.numel(), dtype=weight.absent.dtype, device=self.device)
+                weight: torch.empty(
+                    weight.placeholder.numel(), dtype=weight.placeholder.dtype, device=self.device
+                )
                 for weight in missing
             }
-            missing[0].source.fetch({weight.name: tensor for weight, tensor in flat.items()})
+            missing[0].store.fetch({weight.name: tensor for weight, tensor in flat.items()})
             for weight, tensor in flat.items():
-                weight.put(nn.Parameter(tensor.view(weight.absent.shape), requires_grad=False))
+                weight.assign(nn.Parameter(tensor.view(weight.placeholder.shape), requires_grad=False))
                 self._resident[weight] = None
                 self.used += weight.nbytes
         self.highest = max(self.highest, self.used)
@@ -190,15 +196,15 @@ class Window:
 
     def _make_room(self, missing: Sequence[Weight]) -> None:
         needed = sum(weight.nbytes for weight in missing)
-        # Other models' first. Of the model's own the one used last, which a forward from the first layer to
-        # the last needs again later than all others.
+        # Evict other models first. Of this model evict the most recently used: a forward that runs from the
+        # first layer to the last needs it again later than all foreign.
         idle = [weight for weight in self._resident if not weight.users]
-        others = [weight for weight in idle if weight.source is not missing[0].source]
-        own = [weight for weight in reversed(idle) if weight.source is missing[0].source]
-        for weight in [*others, *own]:
+        foreign = [weight for weight in idle if weight.store is not missing[0].store]
+        own = [weight for weight in reversed(idle) if weight.store is missing[0].store]
+        for weight in [*foreign, *own]:
             if self.used + needed <= self.limit:
                 break
-            self.forget(weight)
+            self.evict(weight)
         if self.used + needed > self.limit:
             busy = ", ".join(weight.name for weight in self._resident)
             raise EngineError(
@@ -207,22 +213,23 @@ class Window:
             )
 
 
-# Weak: a model that nobody has any more leaves its window by itself.
+# Weak keys: a deleted model leaves no entry.
 _offloaded: weakref.WeakKeyDictionary[nn.Module, tuple[Window, list[Weight]]] = weakref.WeakKeyDictionary()
 
 
 def load_offloaded(request: Request, placement: Placement, window: Window, grows: bool) -> nn.Module:
-    """The model of ``request``, whose parameters come and go through ``window``; collective.
+    """Load a model whose parameters are fetched into ``window``; collective.
 
-    With ``grows`` the window has no limit yet, and gets what this model's layers need. The model computes on
-    the window's device, without gradients for its parameters or through them.
-    Raises ConfigError for a limit with which one of its modules cannot run, and what a load raises.
+    If ``grows``, the window is enlarged for this model's layers. The model computes on the window's device,
+    without gradients for its parameters or through them.
+
+    Raises ConfigError if the limit is too small for one of its modules, and the errors of a load.
     """
-    with undisturbed():
+    with isolated():
         world = joined_world()
         with world.phase("loading"):
             clock = Clock()
-            # For its settings alone: nothing here is sharded, and every rank brings its own layers.
+            # The engine only reads settings: nothing is sharded, and every rank fetches its own layers.
             request = request.with_engine()
             engine = request.resolve(world.size)
             prepared = prepare(request, engine, world, clock, strict=True)
@@ -230,10 +237,9 @@ def load_offloaded(request: Request, placement: Placement, window: Window, grows
                 model = prepared.built.model
                 _check(prepared, request)
                 _load_buffers(prepared, window.device, request)
-                # The order matters: at rest first, so that what rests on the device has left its room in the
-                # window before layers are shared out.
-                source = _source(prepared, placement, window, grows, request)
-                weights = _attach(model, source, window, grows)
+                # Before `_attach`: weights stored on the device reduce the window's limit.
+                store = _make_store(prepared, placement, window, grows, request)
+                weights = _attach(model, store, window, grows)
             model.eval()
             prepared.built.library.finish(
                 prepared.built, prepared.recipes, str(request.source), prepared.catalog
@@ -243,15 +249,14 @@ def load_offloaded(request: Request, placement: Placement, window: Window, grows
 
 
 def release(model: nn.Module) -> None:
-    """Let go what ``model`` has in its window, where it has one; it can compute no more."""
-    if held := _offloaded.pop(model, None):
-        window, weights = held
+    """Free the device memory of an offloaded model, which cannot compute afterwards."""
+    if entry := _offloaded.pop(model, None):
+        window, weights = entry
         for weight in weights:
-            window.forget(weight)
+            window.evict(weight)
 
 
 def _check(prepared: Prepared, request: Request) -> None:
-    # What is initialised has nothing at rest that could be fetched.
     lacking = [name for name, origin in prepared.origins.parameters.items() if not isinstance(origin, Recipe)]
     if lacking:
         raise ConfigError(
@@ -260,57 +265,57 @@ def _check(prepared: Prepared, request: Request) -> None:
             "the component 'replicate'"
         )
     parameters = {name for name, _ in prepared.built.model.named_parameters(remove_duplicate=False)}
-    kept = [alias.name for alias in prepared.aliases.entries if alias.name in parameters]
-    if kept:
+    aliased = [alias.name for alias in prepared.aliases.entries if alias.name in parameters]
+    if aliased:
         raise ConfigError(
-            f"{type(prepared.built.model).__name__} refers to {kept[0]} from a second place "
+            f"{type(prepared.built.model).__name__} refers to {aliased[0]} from a second place "
             "outside its module, which an offloaded component cannot; place the component "
             "'replicate'"
         )
     if request.resolve(1).cast_dtype is not None:
-        raise AssertionError("parameters at rest are in the model's own dtypes")
+        raise AssertionError("offloaded parameters have the model's own dtypes")
 
 
 def _load_buffers(prepared: Prepared, device: torch.device, request: Request) -> None:
-    """Buffers stay: they are small, and read whole."""
+    """Load all buffers onto ``device``: they are small and stay there."""
     buffers = Origins({}, prepared.origins.buffers, ())
     destinations = Destinations.of(prepared.built.model, buffers, [], device)
     prepared.aliases.join(list(prepared.recipes.by_name))
     prepared.aliases.follow(prepared.built.model)
     tuning = _tuning(prepared, device, request)
-    plan = join(prepared.catalog, destinations.wanted(), tuning.options())
-    # Each rank reads all of them for itself: no strategy, and nobody to wait for.
+    plan = join(prepared.catalog, destinations.requests(), tuning.options())
+    # Without a strategy: each rank reads all of them.
     if plan.reads or plan.computations:
         destinations.read(plan, tuning, None, False, joined_world())
 
 
-def _tuning(prepared: Prepared, device: torch.device, request: Request) -> Any:
-    # The caller's limit, where there is one, is that of every load.
-    limited = request if request.memory_limit is not None else replace(request, memory_limit=STAGING)
-    return limited.tuning(prepared.engine, prepared.catalog, device, bool(prepared.recipes.computed))
+def _tuning(prepared: Prepared, device: torch.device, request: Request) -> Tuning:
+    if request.memory_limit is None:
+        request = replace(request, memory_limit=MAX_STAGING_BYTES)
+    return request.tuning(prepared.engine, prepared.catalog, device, bool(prepared.recipes.computed))
 
 
-def _source(
+def _make_store(
     prepared: Prepared, placement: Placement, window: Window, grows: bool, request: Request
-) -> AtRest:
-    device = window.device
+) -> WeightStore:
+    accelerator = window.device.type != "cpu"
+    offload = placement.kind == "offload"
+    on_host = offload and (placement.store or ("host" if accelerator else "disk")) == "host"
+    # A replicated component in a narrower storage dtype is stored on the device itself.
+    device = torch.device("cpu") if offload else window.device
     recipes = {n: o for n, o in prepared.origins.parameters.items() if isinstance(o, Recipe)}
-    accelerator = device.type != "cpu"
-    host = placement.kind == "offload" and (placement.store or ("host" if accelerator else "disk")) == "host"
-    # A component that is not offloaded but stored in a narrower dtype rests on the device itself.
-    at = device if placement.kind != "offload" else torch.device("cpu")
-    files = InFiles(
-        prepared.catalog, recipes, _tuning(prepared, at if host or at == device else device, request)
-    )
-    if not host and placement.kind == "offload":
+    reads_to = device if on_host or not offload else window.device
+    files = FileWeights(prepared.catalog, recipes, _tuning(prepared, reads_to, request))
+    if offload and not on_host:
         return files
     model = prepared.built.model
     main = placement.compute_dtype or request.dtype
     sizes = {
-        name: (p.numel(), _resting(p, placement.storage_dtype, main)) for name, p in model.named_parameters()
+        name: (p.numel(), _storage_dtype(p, placement.storage_dtype, main))
+        for name, p in model.named_parameters()
     }
-    # Where the window grows, the limit is found afterwards, with what rests here counted already.
-    if at.type != "cpu" and not grows:
+    # A window that grows has no limit to reduce yet.
+    if device.type != "cpu" and not grows:
         nbytes = sum(numel * dtype.itemsize for numel, dtype in sizes.values())
         if nbytes > window.limit:
             raise ConfigError(
@@ -319,23 +324,25 @@ def _source(
                 "component 'offload'"
             )
         window.limit -= nbytes
-    return InMemory(files, sizes, at, pinned=host and accelerator)
+    return MemoryWeights(files, sizes, device, pinned=on_host and accelerator)
 
 
-def _resting(parameter: nn.Parameter, storage: torch.dtype | None, main: torch.dtype | None) -> torch.dtype:
-    # None: nobody has said in which dtype the model computes, so whatever it is in counts.
-    alike = main is None or parameter.dtype == main
-    if storage is None or parameter.dim() < 2 or not parameter.is_floating_point() or not alike:
+def _storage_dtype(
+    parameter: nn.Parameter, storage: torch.dtype | None, main: torch.dtype | None
+) -> torch.dtype:
+    # Only matrices in the model's main dtype are stored in the narrower one; None: any dtype is the main one.
+    is_main = main is None or parameter.dtype == main
+    if storage is None or parameter.dim() < 2 or not parameter.is_floating_point() or not is_main:
         return parameter.dtype
     return storage
 
 
-def _attach(model: nn.Module, source: AtRest, window: Window, grows: bool) -> list[Weight]:
-    """Have the modules of ``model`` ask the window for their parameters.
+def _attach(model: nn.Module, store: WeightStore, window: Window, grows: bool) -> list[Weight]:
+    """Make each module fetch its parameters before its forward.
 
-    Raises ConfigError where the window is too small for one of them and those that it is called in.
+    Raises ConfigError if the window is too small for a module and the modules that call it.
     """
-    weights = _emptied(model, source, window.device)
+    weights = _offload_parameters(model, store, window.device)
     needed: dict[str, list[Weight]] = {}
     inside = None
     for path, module in model.named_modules():
@@ -343,8 +350,8 @@ def _attach(model: nn.Module, source: AtRest, window: Window, grows: bool) -> li
             continue
         whole = isinstance(module, INDIVISIBLE)
         inside = path if whole else inside
-        found = module.parameters(recurse=whole)
-        if own := [weights[id(parameter)] for parameter in found]:
+        parameters = module.parameters(recurse=whole)
+        if own := [weights[id(parameter)] for parameter in parameters]:
             needed[path] = own
     least, where = 0, ""
     for path in needed:
@@ -359,44 +366,43 @@ def _attach(model: nn.Module, source: AtRest, window: Window, grows: bool) -> li
             f"{window.limit} to offloaded components; raise it by {least - window.limit}"
         )
     for path, own in needed.items():
-        _Use(window, own, path or type(model).__name__).attach(model.get_submodule(path))
+        _ForwardHooks(window, own, path or type(model).__name__).attach(model.get_submodule(path))
     return list(weights.values())
 
 
-def _emptied(model: nn.Module, source: AtRest, device: torch.device) -> dict[int, Weight]:
-    """Put absent parameters in the model; returns them by ``id``."""
+def _offload_parameters(model: nn.Module, store: WeightStore, device: torch.device) -> dict[int, Weight]:
+    """Replace the parameters by placeholders; return the weights by the ``id`` of their placeholder."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    made: dict[int, Weight] = {}
+    weights: dict[int, Weight] = {}
     for module in model.modules():
         for leaf, parameter in module._parameters.items():
             if parameter is not None:
                 name = names[id(parameter)]
-                weight = made.setdefault(
-                    id(parameter), Weight(name, absent(parameter, name, device), source, [])
-                )
+                placeholder = _placeholder(parameter, name, device)
+                weight = weights.setdefault(id(parameter), Weight(name, placeholder, store, []))
                 weight.places.append((module, leaf))
-    for weight in made.values():
-        weight.put(weight.absent)
-    return {id(weight.absent): weight for weight in made.values()}
+    for weight in weights.values():
+        weight.assign(weight.placeholder)
+    return {id(weight.placeholder): weight for weight in weights.values()}
 
 
 @dataclass
-class _Use:
-    """One module's need of weights."""
+class _ForwardHooks:
+    """Hooks that hold the weights of one module during its forward."""
 
     window: Window
     weights: Sequence[Weight]
     name: str
+    #: Number of running forwards; a module may be called inside its own forward.
     depth: int = 0
 
     def attach(self, module: nn.Module) -> None:
-        """Ask for the weights before each forward of ``module``."""
-        module.register_forward_pre_hook(self.begin, with_kwargs=True)
-        # `always_call`: also when the forward raises, or the weights would be in use for ever.
-        module.register_forward_hook(self.end, always_call=True)
+        module.register_forward_pre_hook(self.acquire, with_kwargs=True)
+        # `always_call`: release the weights also if the forward raises.
+        module.register_forward_hook(self.release, always_call=True)
 
-    def begin(self, module: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
-        """Raise EngineError where a backward would need the weights; else have them there."""
+    def acquire(self, module: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
+        """Fetch the weights. Raises EngineError if a backward would need them."""
         if torch.is_grad_enabled() and any(
             isinstance(value, torch.Tensor) and value.requires_grad for value in (*args, *kwargs.values())
         ):
@@ -405,19 +411,18 @@ class _Use:
                 "for a backward. Call it under torch.no_grad(), or place the component 'replicate' or "
                 "'shard'"
             )
-        self.window.enter(self.weights)
-        # Counted only once the weights are there; a module may be called again inside its own forward.
+        self.window.acquire(self.weights)
         self.depth += 1
 
-    def end(self, module: nn.Module, args: tuple[object, ...], output: object) -> None:
-        # ``end`` is called also where ``begin`` has raised, which then counted nothing.
+    def release(self, module: nn.Module, args: tuple[object, ...], output: object) -> None:
+        # torch also calls this if `acquire` has raised: nothing is to be released then.
         if self.depth:
             self.depth -= 1
-            self.window.leave(self.weights)
+            self.window.release(self.weights)
 
 
-class _Absent(torch.Tensor):
-    """Shape, dtype and device of a parameter, and nothing in it; what would compute with it is told."""
+class _AbsentTensor(torch.Tensor):
+    """A parameter without values; every use of the values is an error."""
 
     _name: str
 
@@ -426,34 +431,31 @@ class _Absent(torch.Tensor):
         cls, func: object, types: object, args: object = (), kwargs: object = None
     ) -> object:
         own = next(arg for arg in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(arg, cls))
-        # nn.Parameter detaches what it is given: that asks for no values.
+        # nn.Parameter detaches its tensor, which needs no values.
         if func is torch.ops.aten.detach.default:
-            return _made(own, own._name, own.device)
-        # Every operation but that comes here: an optimizer, a save and a cast are told at once what they
-        # asked for.
-        raise own._asked_for_by(func)
+            return _absent_like(own, own._name, own.device)
+        raise own._error(func)
 
-    def _asked_for_by(self, what: object) -> EngineError:
+    def _error(self, operation: object) -> EngineError:
         return EngineError(
             f"{self._name} is offloaded, and its values are in memory only during its module's "
-            f"forward, but {what} asked for them outside of that. Place the component 'replicate' "
+            f"forward, but {operation} asked for them outside of that. Place the component 'replicate' "
             "or 'shard'"
         )
 
     def storage(self) -> Any:
-        """Where files are written from; there is none. Raises EngineError."""
-        raise self._asked_for_by("storage")
+        """Raise EngineError: writers of files ask for the storage."""
+        raise self._error("storage")
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"Absent({self._name}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
-def absent(parameter: torch.Tensor, name: str, device: torch.device) -> nn.Parameter:
-    """A parameter like ``parameter``, [any shape], that is on ``device`` as far as anybody asks."""
-    return nn.Parameter(_made(parameter, name, device), requires_grad=False)
+def _placeholder(parameter: torch.Tensor, name: str, device: torch.device) -> nn.Parameter:
+    return nn.Parameter(_absent_like(parameter, name, device), requires_grad=False)
 
 
-def _made(like: torch.Tensor, name: str, device: torch.device) -> _Absent:
-    made = make_wrapper(_Absent, like.shape, like.stride(), 0, like.dtype, device=device)
-    made._name = name
-    return made
+def _absent_like(tensor: torch.Tensor, name: str, device: torch.device) -> _AbsentTensor:
+    absent = make_wrapper(_AbsentTensor, tensor.shape, tensor.stride(), 0, tensor.dtype, device=device)
+    absent._name = name
+    return absent

@@ -1,4 +1,4 @@
-"""What a load and a plan start from: found out before anything is sharded."""
+"""Prepare a load or a plan: catalog, model on meta, recipes and origins."""
 
 from __future__ import annotations
 
@@ -26,25 +26,24 @@ from zerostart.distributed.world import World
 from zerostart.engines import Engine
 from zerostart.errors import ConfigError, ZerostartError
 from zerostart.geometry.layout import Layout, Parallelism, flat_partition
-from zerostart.live.model import loaded_models
+from zerostart.live.model import find_loaded_models
 from zerostart.live.report import Clock
 from zerostart.loading.request import Request
-from zerostart.loading.source import check_model, described, source_or_none
+from zerostart.loading.source import check_model, name_source, open_optional_source
 from zerostart.models import Aliases, Built, Origins
 from zerostart.recipe import Coverage, Recipe, Recipes, Target, main_dtype, spelling, torch_dtype
 from zerostart.transfer import Progress, execute
 from zerostart.transfer.planning import Destination, join
 from zerostart.upstream.deepspeed.zero3_partitions import partition_of
 
-#: The axes of a load's mesh.
-_SHARED_BY = ("expert_parallel", "tensor_parallel", "sequence_parallel")
+#: Mesh axes that all ranks must agree on.
+_AXES = ("expert_parallel", "tensor_parallel", "sequence_parallel")
 
 
 @contextlib.contextmanager
-def undisturbed() -> Iterator[None]:
-    """Without contexts of engines that a caller has opened, and without garbage collection."""
-    # Both are put back at the end: a caller may build more inside its own ``zero.Init``.
-    with uncollected(), engines.contexts_aside():
+def isolated() -> Iterator[None]:
+    """Suspend the engine contexts of the caller (``zero.Init``) and garbage collection."""
+    with no_garbage_collection(), engines.contexts_aside():
         yield
 
 
@@ -57,35 +56,36 @@ def prepare(
     importing: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     fetch: bool = False,
 ) -> Prepared:
-    """The start of a load for ``engine``; collective over ``world``, which is one process in a plan.
+    """Prepare a load for ``engine``; collective over ``world``.
 
-    Libraries that the model needs are imported inside ``importing()``. With ``fetch``, as in a load, a hub id
-    may be downloaded and a module with values emptied. Raises CoverageError where ``strict`` and a name is
-    missing or too much, and every error that can be told before weights are read.
+    A plan has a world of one process. Libraries of the model are imported inside ``importing()``. With
+    ``fetch``, as in a load, a hub id may be downloaded, and a module with values is emptied.
+
+    Raises CoverageError if ``strict`` and a name is missing or unexpected, and errors that need no weights.
     """
     with clock.phase("plan"):
-        catalog = source_or_none(request.source, world, request.model, fetch)
+        catalog = open_optional_source(request.source, world, request.model, fetch)
     if catalog is None:
-        return start(request, engine, world, clock, importing, fetch)
+        return prepare_without_source(request, engine, world, clock, importing, fetch)
     with clock.phase("build"), world.phase("building the model"):
         check_model(request.model, request.source, catalog)
         with importing():
             models.require(request.model, catalog.root, _shapes(catalog))
         built, aliases = _build(request, engine, catalog)
-        if world.rank == 0:  # which has opened it
+        if world.rank == 0:
             check_configuration(catalog)
         parallelism = engine.parallelism(built.model)
     with clock.phase("plan"), world.phase("planning"):
         recipes = _recipes(request, engine, catalog, built)
         reinitialised: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
         if request.reinitialise_mismatched:
-            # Taken out of what is checked: initialised as if it were missing, and told of in the report.
+            # Initialise them like missing tensors.
             reinitialised = recipes.coverage.mismatched
             recipes = replace(recipes, coverage=replace(recipes.coverage, mismatched={}))
-        # Collective where a checkpoint has both ends of a tie: all ranks compare, each a share of the values.
-        coverage = models.tie_names(built, recipes, equal_in(catalog, world))
+        # Collective if a checkpoint has both tensors of a tie: each rank compares a share of the values.
+        coverage = models.tie_names(built, recipes, make_comparison(catalog, world))
         coverage.check(
-            described(request.source, catalog),
+            name_source(request.source, catalog),
             type(built.model).__name__,
             strict,
             request.converter is not None,
@@ -104,27 +104,25 @@ def prepare(
     )
 
 
-def agree(request: Request, prepared: Prepared, world: World) -> None:
-    """Raise ConfigError where ranks are about to load different models, or for different engines; collective.
+def check_agreement(request: Request, prepared: Prepared, world: World) -> None:
+    """Raise ConfigError if ranks prepared different models or engines; collective.
 
-    Each rank reads its arguments itself, and a configuration that is a file may be another on another
-    machine: in a load nobody would notice, and afterwards ranks would exchange tensors of different sizes.
+    Each rank reads its own arguments and configuration files. With different ones the load would succeed, and
+    ranks would exchange tensors of different sizes in training.
     """
     if world.size == 1:
         return
     engine, mesh = prepared.engine, prepared.engine.mesh
-    # A line for each thing that has to be alike, so that a difference can be told by the first line that
-    # differs.
+    # One line for each setting, so that the error can name the first difference.
     own = [f"engine {engine.title}", f"fp32_masters={request.fp32_masters}"]
-    own += [f"{name}={getattr(mesh, name)}" for name in _SHARED_BY]
+    own += [f"{name}={getattr(mesh, name)}" for name in _AXES]
     own += [f"engine_config {setting}" for setting in _settings(engine.common_config)]
     own.append(f"a configuration of the model with digest {_configuration(prepared.catalog)}")
     own += [f"{n} ({p.dtype}, {tuple(p.shape)})" for n, p in prepared.built.model.named_parameters()]
-    # Ranks that have the same tell each other no more than a digest of it.
     first = world.all_gather_object(own, "planning")[0]
     if first == own:
         return
-    # Lines of one that the other lacks; "nothing" where only their order differs.
+    # "nothing" if only the order differs.
     theirs = next((line for line in first if line not in set(own)), "nothing")
     ours = next((line for line in own if line not in set(first)), "nothing")
     raise ConfigError(
@@ -137,9 +135,9 @@ def _configuration(catalog: Catalog) -> str:
     if not catalog.root:
         return "none"
     try:
-        # Read by each rank: it is this machine's file that the rank has built its model by.
+        # The file on this machine, from which this rank built its model.
         raw = read_small(str(Path(catalog.root) / "config.json"), MAX_CONFIG_BYTES, "configuration")
-    # None to be read: what is wrong with it, if the model needs one, has been told while that was built.
+    # Building the model has already raised if it needs the file.
     except ZerostartError:
         return "none"
     return hashlib.blake2b(raw, digest_size=8).hexdigest()
@@ -167,12 +165,12 @@ def _word(value: object) -> str:
 def _build(request: Request, engine: Engine, catalog: Catalog) -> tuple[Built, Aliases]:
     dtype = engine.parameter_dtype if request.dtype is None else request.dtype
     stored = {name: torch_dtype(entry.dtype, name) for name, entry in catalog.weights.items()}
-    # Not of eight bits: a quantised checkpoint's weights are not what the model computes in.
+    # Skip 8-bit dtypes: a model does not compute in the dtype of quantised weights.
     first = next((d for d in stored.values() if d.is_floating_point and d.itemsize > 1), None)
     main = main_dtype(catalog.weights.values())
     trusted, shapes = request.trust_remote_code, _shapes(catalog)
     built = models.build(request.model, catalog.root, dtype, first, main, trusted, shapes)
-    # Before any dtype changes: a cast makes new tensors, and what shared memory would share it no more.
+    # Before casts, which make new tensors that share no memory.
     aliases = Aliases.of(built.model, built.library.keeps_views)
     models.set_dtypes(built, stored)
     computing = engine.compute_dtype
@@ -187,12 +185,11 @@ def _shapes(catalog: Catalog) -> dict[str, tuple[int, ...]]:
 
 
 def _recipes(request: Request, engine: Engine, catalog: Catalog, built: Built) -> Recipes:
-    targets = _as_cast(built.library.expectations(built), engine.cast_dtype)
+    targets = _cast_targets(built.library.expectations(built), engine.cast_dtype)
     return built.recipes(catalog, targets, request.converter)
 
 
-def _as_cast(targets: dict[str, Target], dtype: torch.dtype | None) -> dict[str, Target]:
-    """Parameters in the dtype that the engine would cast all of them to."""
+def _cast_targets(targets: dict[str, Target], dtype: torch.dtype | None) -> dict[str, Target]:
     if dtype is None:
         return targets
     return {
@@ -211,7 +208,7 @@ def _stored_wider(catalog: Catalog, dtype: torch.dtype) -> bool:
 
 @dataclass(frozen=True)
 class Prepared:
-    """All that is known of a load before anything is sharded; the same on every rank."""
+    """Everything that a load knows before it shards the model; equal on all ranks."""
 
     engine: Engine
     catalog: Catalog
@@ -221,21 +218,16 @@ class Prepared:
     recipes: Recipes
     coverage: Coverage
     origins: Origins
-    #: Whether there is a checkpoint.
     from_checkpoint: bool = True
-    #: Shapes in the checkpoint and in the model, by name, of what is initialised because they differ.
+    #: Shapes in the checkpoint and in the model of tensors that are initialised because the shapes differ.
     reinitialised: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
-    #: Gives a caller's module its values again, when the load fails before the first of them is read.
-    give_back: Callable[[], None] = lambda: None
+    #: Restore the values of the caller's module after a failure; valid until the first value is read.
+    restore_model: Callable[[], None] = lambda: None
 
 
 @contextlib.contextmanager
-def uncollected() -> Iterator[None]:
-    """Inside, no garbage collection.
-
-    Planning, and importing torch and transformers, make many objects and no cycles; a full collection amid
-    them costs more than the plan.
-    """
+def no_garbage_collection() -> Iterator[None]:
+    """Suspend garbage collection: plans and imports make many objects and no cycles."""
     before = gc.isenabled()
     gc.disable()
     try:
@@ -245,24 +237,25 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
-#: Elements compared at a time.
-STEP = 1 << 20
+#: Number of elements compared at a time.
+COMPARED_ELEMENTS = 1 << 20
 
 
-def equal_in(catalog: Catalog, world: World) -> Callable[[Recipe, Recipe], bool]:
-    """A comparison of two recipes' values; collective, each rank reads and compares its own share."""
+def make_comparison(catalog: Catalog, world: World) -> Callable[[Recipe, Recipe], bool]:
+    """Return a collective function that compares the values of two recipes.
+
+    Each rank reads and compares a share.
+    """
 
     def equal(a: Recipe, b: Recipe) -> bool:
         if a.target.shape != b.target.shape or a.target.dtype != b.target.dtype:
             return False
         total = prod(a.target.shape)
-        # The shapes are the same on all ranks, so that all come to the gathering below, or none.
-        steps = -(-total // STEP)
+        steps = -(-total // COMPARED_ELEMENTS)
         same = all(
             _equal_part(catalog, a, b, flat_partition(a.target.shape, step, steps))
             for step in range(world.rank, steps, world.size)
         )
-        # Every rank has the answer of all, so that all untie, or none.
         return all(world.all_gather_object(same, "comparing tied weights"))
 
     return equal
@@ -279,29 +272,30 @@ def _equal_part(catalog: Catalog, a: Recipe, b: Recipe, layout: Layout) -> bool:
     return torch.equal(left, right)
 
 
-def start(
+def prepare_without_source(
     request: Request,
     engine: Engine,
     world: World,
     clock: Clock,
     importing: Callable[[], AbstractContextManager[None]],
-    empties: bool,
+    may_empty: bool,
 ) -> Prepared:
-    """What ``prepare`` gives where no rank has a source; collective.
+    """Prepare a load without a checkpoint; collective.
 
-    A module with values is emptied if ``empties``. Raises ConfigError, and what building a model raises.
+    A module with values is emptied if ``may_empty``. Raises ConfigError, and errors of building a model.
     """
     with clock.phase("build"), world.phase("arguments"):
-        _check(request, empties)
+        _check(request, may_empty)
         values = _values(request.model) if models.has_values(request.model) else None
         digest = "" if values is None else _digest(values)
     with clock.phase("plan"):
         digests = world.all_gather_object(digest, "comparing the modules")
-        other = next((rank for rank, one in enumerate(digests) if one != digests[0]), None)
-        if other is not None:
+        differing = next((rank for rank, one in enumerate(digests) if one != digests[0]), None)
+        if differing is not None:
             raise ConfigError(
-                f"the modules of ranks 0 and {other} differ in their tensors: build the same with the same "
-                "seed on every rank, or pass model=lambda: Class(...), which gives all ranks rank 0's values"
+                f"the modules of ranks 0 and {differing} differ in their tensors: build the same with the "
+                "same seed on every rank, or pass model=lambda: Class(...), which gives all ranks the values "
+                "of rank 0"
             )
     if values is not None:
         with clock.phase("plan"), world.phase("planning"):
@@ -312,8 +306,7 @@ def start(
         return _fresh(request, engine, world)
 
 
-def _check(request: Request, empties: bool) -> None:
-    """Raise ConfigError for arguments that say nothing without a checkpoint."""
+def _check(request: Request, may_empty: bool) -> None:
     model = request.model
     if model is None:
         raise ConfigError(
@@ -324,13 +317,13 @@ def _check(request: Request, empties: bool) -> None:
         raise ConfigError(
             "converter transforms the tensors of a checkpoint, but source is None; leave it out"
         )
-    if models.has_values(model) and not empties:
+    if models.has_values(model) and not may_empty:
         raise ConfigError(
             "model has values, which a plan would not change; pass it on the meta device, or a "
             "callable that builds it"
         )
     if isinstance(model, nn.Module) and (
-        next(loaded_models(model), None) is not None
+        next(find_loaded_models(model), None) is not None
         or any(partition_of(parameter) is not None for parameter in model.parameters())
     ):
         raise ConfigError(
@@ -354,14 +347,14 @@ def _digest(values: Mapping[str, torch.Tensor]) -> str:
 
 
 def _existing(request: Request, engine: Engine, catalog: Catalog) -> Prepared:
-    """Prepare a module that has values: they are the source, and its parameters are on meta from here on."""
+    """Move the parameters of a module to meta, and use their values as the source."""
     dtype = engine.parameter_dtype if request.dtype is None else request.dtype
     model = request.model
     aliases = Aliases.of(model)
-    put_back = models.move_to_meta(model)
+    undo = models.move_to_meta(model)
 
-    def give_back() -> None:
-        put_back()
+    def restore_model() -> None:
+        undo()
         aliases.follow(model)
 
     try:
@@ -371,10 +364,10 @@ def _existing(request: Request, engine: Engine, catalog: Catalog) -> Prepared:
         parallelism = engine.parallelism(model)
         recipes = models.existing_recipes(built, catalog)
         origins = models.existing_origins(built, recipes)
-        # Once more, after the dtypes: a cast puts new tensors in place.
+        # Again, as casts of dtypes replace tensors.
         aliases.follow(model)
     except BaseException:
-        give_back()
+        restore_model()
         raise
     return Prepared(
         engine,
@@ -386,7 +379,7 @@ def _existing(request: Request, engine: Engine, catalog: Catalog) -> Prepared:
         recipes.coverage,
         origins,
         from_checkpoint=False,
-        give_back=give_back,
+        restore_model=restore_model,
     )
 
 
@@ -398,7 +391,7 @@ def _fresh(request: Request, engine: Engine, world: World) -> Prepared:
     origins = models.fresh_origins(built, aliases)
     _set_dtypes(built, engine)
     aliases.follow(built.model)
-    # An empty mapping: planning and reading go their usual way, and find nothing to read.
+    # Planning and reading find nothing to read in an empty mapping.
     catalog = memory_catalog({})
     recipes = Recipes({}, Coverage())
     return Prepared(

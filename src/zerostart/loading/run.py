@@ -1,4 +1,4 @@
-"""The way of a load: catalog, model, recipes, shards, plan, transfer. Begin at ``_Load.load``."""
+"""Load a model: catalog, model, recipes, shards, plan, transfer. Read ``_Load.load`` first."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from zerostart.engines import Placements, Residence, ShardMaker
 from zerostart.live.model import LoadRecord, remember_load
 from zerostart.live.report import Clock, Report
 from zerostart.loading.destinations import Destinations
-from zerostart.loading.masters import masters_of
-from zerostart.loading.preparation import Prepared, agree, prepare, undisturbed
+from zerostart.loading.masters import find_masters
+from zerostart.loading.preparation import Prepared, check_agreement, isolated, prepare
 from zerostart.loading.request import Request
-from zerostart.loading.source import described
+from zerostart.loading.source import name_source
 from zerostart.models import Program
 from zerostart.recipe import Recipe
 from zerostart.transfer import PeakMeter, Tuning
@@ -28,22 +28,20 @@ from zerostart.upstream.torch.stepped import watch_model
 
 
 def run(request: Request, then: Callable[[nn.Module], None] | None = None) -> nn.Module:
-    """Load a model, collectively; call ``then`` with it at the end. See ``zerostart.load``."""
-    # Everything below is collective: each rank comes to the same phases in the same order, or all raise.
-    with undisturbed():
+    """Load a model, and call ``then`` with it; collective. See ``zerostart.load``."""
+    with isolated():
         world = joined_world(request.device)
-        # Phases inside tell a rank's error early; this one has what lies between them, and the end.
+        # Inner phases report a rank's error early; this one covers the code between and after them.
         with world.phase("loading"):
             model = _Load(world).load(request)
             if then is not None:
                 then(model)
-        # Page-locked memory of the ring is of no use any more: a training takes its own.
         release_locked()
         return model
 
 
 class _Load:
-    """One load: each rank of ``world`` gets its shards, and the engine the model."""
+    """One load on the ranks of ``world``."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -51,26 +49,24 @@ class _Load:
 
     def load(self, request: Request) -> nn.Module:
         world, clock = self.world, self.clock
-        # Until the model is handed over: the peaks of that time go into the report.
         with PeakMeter(request.device) as self.meter:
             with clock.phase("build"), world.phase("arguments"):
                 request = request.with_engine()
                 engine = request.resolve(world.size)
                 with self.meter.paused():
                     engine.require()
-            # 1. Catalog, model on meta, recipes, origins: the same on every rank; no shard has memory.
+            # 1. Prepare catalog, model on meta, recipes and origins: equal on all ranks, no shards yet.
             prepared = prepare(request, engine, world, clock, request.strict, self.meter.paused, fetch=True)
             try:
                 with clock.phase("plan"):
-                    # 2. Compared before anything is sharded, so that a difference costs nothing yet.
-                    agree(request, prepared, world)
-                # From here on ranks hold memory of their own; each of the steps is collective.
+                    check_agreement(request, prepared, world)
+                # 2. Allocate the shards.
                 placements, destinations, maker, residence = self._shard(prepared)
             except BaseException:
-                prepared.give_back()
+                prepared.restore_model()
                 raise
             tuning = request.tuning(engine, prepared.catalog, maker.device, bool(prepared.recipes.computed))
-            # 3. Planned, and read into place.
+            # 3. Plan and read.
             stats = self._fill(request, prepared, destinations, tuning)
             with clock.phase("build"):
                 stats = self._hand_over(request, prepared, destinations, maker, tuning, stats)
@@ -89,10 +85,10 @@ class _Load:
         tuning: Tuning,
         stats: TransferStats,
     ) -> TransferStats:
-        """Make the model the engine's, with its filled shards; collective."""
+        """Give the model with its filled shards to the engine; collective."""
         model, engine, library = prepared.built.model, prepared.engine, prepared.built.library
-        # The order matters: aliases follow the parameters that the engine's end of sharding has put in
-        # place, and hooks of calls come after those of sequences, which they leave alone.
+        # The order matters: `finish` replaces parameters, which aliases then follow. Hooks of calls come
+        # after those of sequence parallelism.
         if gathered := maker.finish(model):
             how = f"{stats.how}; each rank a share of the flat buffers, gathered from all"
             stats = replace(stats, received=stats.received + gathered, how=how)
@@ -102,23 +98,21 @@ class _Load:
         engine.enable_sequence_parallel(model)
         engine.preserve_calls(model, library.entries(model))
         library.keep_outputs(model)
-        # After the calls: what is left on the parameters is for the engine's start, which comes later.
         self._offer_masters(request, prepared, destinations, tuning)
         if prepared.from_checkpoint:
             _finish(request, prepared)
         return stats
 
     def _shard(self, prepared: Prepared) -> tuple[Placements, Destinations, ShardMaker, Residence | None]:
-        """Make this rank's empty shards."""
+        """Allocate this rank's empty shards."""
         engine, model, dtype = prepared.engine, prepared.built.model, prepared.built.dtype
         names = list(prepared.origins.parameters)
         with self.clock.phase("build"), self.world.phase("sharding the model"):
             placements = engine.placements(model, prepared.parallelism)
-            # Not measured: DeepSpeed imports here what it compiles its operators with.
+            # Not measured: DeepSpeed imports compilers here.
             with self.meter.paused():
                 maker = engine.shard_maker(self.world, dtype, prepared.parallelism, placements)
-            # In this order on all ranks: where whole parameters lie, then their memory. Buffers follow the
-            # maker's device, which the agreement may have changed.
+            # In this order: the agreement may change the maker's device.
             residence = maker.agree_on_residence(model, names)
             shards = maker.shard(model, names)
             destinations = Destinations.of(model, prepared.origins, shards, maker.device)
@@ -127,27 +121,25 @@ class _Load:
     def _fill(
         self, request: Request, prepared: Prepared, destinations: Destinations, tuning: Tuning
     ) -> TransferStats:
-        """Plan the reads, agree with the other ranks on who does them, and read."""
+        """Plan the reads, agree on a read strategy with the other ranks, and read."""
         world, clock = self.world, self.clock
         with clock.phase("plan"):
-            # 1. Collective, outside of a phase: it is itself what ranks meet in.
-            wanted, storage = destinations.wanted(), prepared.catalog.storage
+            # Outside a phase: `agree_on_strategy` is itself collective.
+            requests, storage = destinations.requests(), prepared.catalog.storage
             exchange = request.exchange_of_reads(prepared.engine)
-            strategy = agree_on_strategy(wanted, storage, tuning, exchange, world)
+            strategy = agree_on_strategy(requests, storage, tuning, exchange, world)
             if strategy is not None and strategy.exchange:
-                # Requests of one size on all ranks, which fit the buffers of an exchange.
+                # All ranks of an exchange send requests of one size.
                 tuning = replace(tuning, chunk_size=strategy.chunk_size)
         with clock.phase("plan"), world.phase("planning"):
-            # 2. Planned by each rank for itself.
             groups = None if strategy is None else strategy.groups
-            plan = join(prepared.catalog, wanted, tuning.options(), groups)
+            plan = join(prepared.catalog, requests, tuning.options(), groups)
         with clock.phase("read"), world.phase("reading"):
             shown = request.progress and world.rank == 0
             stats = destinations.read(plan, tuning, strategy, shown, world)
             if world.rank == 0:
-                # Rank 0 alone: the others check what they have opened, and one of a thousand asking the file
-                # system is enough.
-                check_unchanged(prepared.catalog)  # those that it has not opened, too
+                # Other ranks check only the files that they opened, to spare the file system.
+                check_unchanged(prepared.catalog)
         with clock.phase("read"), world.phase("initialising"):
             destinations.initialise_missing(world)
         return stats
@@ -158,7 +150,7 @@ class _Load:
         rounded: list[str] = []
         masters = None
         if request.fp32_masters and prepared.from_checkpoint:
-            rounded, masters = masters_of(
+            rounded, masters = find_masters(
                 prepared.catalog, prepared.origins.parameters, destinations.shards, tuning
             )
         prepared.engine.offer_masters(prepared.built.model, rounded, masters)
@@ -192,18 +184,18 @@ class _Load:
 
     def _record(self, prepared: Prepared, placements: Placements, report: Report) -> LoadRecord:
         catalog = prepared.catalog
-        # A record lives as long as the model: of weights in memory it must not keep the tensors alive.
+        # The record lives as long as the model, and must not keep a mapping's tensors alive.
         catalog = replace(catalog, storage=catalog.storage.kept())
         read = {n: r for n, r in prepared.origins.parameters.items() if isinstance(r, Recipe)}
-        # None where values came from a module or an initialiser: they cannot be read a second time.
+        # Values of a module or an initialiser cannot be read again.
         recipes = {**read, **prepared.origins.buffers} if prepared.from_checkpoint else {}
         return LoadRecord(catalog, recipes, prepared.engine, prepared.parallelism, placements, report)
 
 
 def _finish(request: Request, prepared: Prepared) -> None:
-    """Leave a model as its library's own loading leaves it."""
+    """Finish the model as its library's own loading does."""
     built, catalog = prepared.built, prepared.catalog
     built.model.eval()
     named = isinstance(request.source, (str, os.PathLike, Files))
-    name = described(request.source, catalog) if named else None
+    name = name_source(request.source, catalog) if named else None
     built.library.finish(built, prepared.recipes, name, catalog)

@@ -1,4 +1,4 @@
-"""From the ``source`` argument, which the ranks may pass differently, to one catalog on all of them."""
+"""Turn the ``source`` arguments of all ranks into one catalog."""
 
 from __future__ import annotations
 
@@ -28,40 +28,41 @@ from zerostart.errors import ConfigError, ReadError
 
 
 def open_source(source: object, world: World) -> Catalog:
-    """``source_or_none``, where there must be a source. Raises ConfigError on every rank if there is none."""
-    catalog = source_or_none(source, world)
+    """Open the catalog of ``source``; collective. Raises ConfigError if every rank passes None."""
+    catalog = open_optional_source(source, world)
     if catalog is None:
         raise ConfigError("source is None on every rank; pass a path, a hub id or a mapping of tensors")
     return catalog
 
 
-def source_or_none(source: Any, world: World, model: object = None, fetch: bool = False) -> Catalog | None:
-    """The catalog of ``source``, None where every rank passes None; collective.
+def open_optional_source(
+    source: Any, world: World, model: object = None, fetch: bool = False
+) -> Catalog | None:
+    """Open the catalog of ``source``; None if every rank passes None; collective.
 
-    A path or hub id is the same on every rank, and rank 0 parses the headers for all; of a pipeline it is the
-    component of the class of ``model``, and with ``fetch`` each machine fetches a hub id that is not in its
-    cache; a catalog is one that all ranks have. A mapping of tensors is held by
-    every rank. Raises ConfigError on every rank otherwise, and
-    ReadError where machines have copies of the files that differ.
+    Rank 0 parses the headers of a path or hub id for all ranks. In a pipeline the component with the class of
+    ``model`` is opened. With ``fetch`` each machine downloads a hub id that its cache lacks. A mapping of
+    tensors, or a catalog, is passed on every rank.
+
+    Raises ConfigError if ranks pass different sources, and ReadError if copies of the files on several
+    machines differ.
     """
-    # All ranks have it already, and only what this machine sees of its files may differ.
     if isinstance(source, Catalog):
         views = world.all_gather_object(files_view(), "arguments")
         return _as_seen_here(source, views, world)
-    # Two answers in one message: what each rank passes, and which of them see the same files.
-    told = world.all_gather_object((_kind(source), files_view()), "arguments")
-    kinds = [kind for kind, _ in told]
+    arguments = world.all_gather_object((_kind(source), files_view()), "arguments")
+    kinds = [kind for kind, _ in arguments]
     if set(kinds) == {"None"}:
         return None
     _check_kinds(kinds)
     if kinds[0] == "path":
-        # A download takes as long as it takes, and the other ranks wait for it.
-        tell = world.broadcast_slow if fetch and _is_brief(source) else world.broadcast_object
-        catalog = tell(
+        # Other ranks wait for a download without a timeout.
+        broadcast = world.broadcast_slow if fetch and _may_be_hub_id(source) else world.broadcast_object
+        catalog = broadcast(
             lambda: open_catalog(present(source, _classes(model)) if fetch else source, _classes(model)),
             "reading the checkpoint's headers",
         )
-        return _as_seen_here(catalog, [view for _, view in told], world)
+        return _as_seen_here(catalog, [view for _, view in arguments], world)
     with world.phase("looking at the mapping"):
         own = memory_catalog(source)
     signatures = world.all_gather_object(signature(own), "looking at the mapping")
@@ -75,11 +76,11 @@ def source_or_none(source: Any, world: World, model: object = None, fetch: bool 
 
 
 def _as_seen_here(catalog: Catalog, views: Sequence[str], world: World) -> Catalog:
-    """The catalog with the states of the files on this machine, found out by the first rank on each.
+    """Return the catalog with the file states of this machine.
 
-    Machines may share the files, or have copies of them: only their lengths are compared.
+    Machines may share the files or have copies: only their lengths are compared. ``views`` identifies the
+    file system of each rank, and the first rank with the same view asks for all.
     """
-    # The first rank with the same view, so that every machine asks once.
     first = views.index(views[world.rank])
     if catalog.storage.folder and catalog.root and len(set(views)) > 1:
         return replace(catalog, root=_settings_here(catalog, first, world))
@@ -100,7 +101,7 @@ def _settings_here(catalog: Catalog, first: int, world: World) -> str:
     with world.phase(doing):
         if world.rank == first:
             own = settings_here(catalog.storage.directory())
-            # Called by what is in it.
+            # The directory is named by a digest of its contents.
             if Path(own).name != Path(catalog.root).name:
                 raise ReadError(
                     f"{catalog.place}: the files beside the weights were changed while the checkpoint was "
@@ -114,15 +115,15 @@ def check_model(model: Any, source: object, catalog: Catalog) -> None:
     if catalog.root:
         return
     if models.from_config(model):
-        what = "without model=" if model is None else f"for model={model.__name__}"
+        clause = "without model=" if model is None else f"for model={model.__name__}"
         raise ConfigError(
-            f"source is {described(source, catalog)}, which has no config.json to build from {what}; pass a "
-            "model built on the meta device, or a callable that builds it: model=lambda: Class(config)"
+            f"source is {name_source(source, catalog)}, which has no config.json to build from {clause}; "
+            "pass a model built on the meta device, or a callable that builds it: model=lambda: Class(config)"
         )
 
 
-def described(source: object, catalog: Catalog) -> str:
-    """What to call the source in messages; the same on every rank."""
+def name_source(source: object, catalog: Catalog) -> str:
+    """Return the name of the source for messages; equal on all ranks."""
     if not isinstance(source, (str, os.PathLike, Files)):
         return catalog.storage.name
     storage = catalog.storage
@@ -131,7 +132,7 @@ def described(source: object, catalog: Catalog) -> str:
     return str(Path(str(source)) / catalog.component) if catalog.component else str(source)
 
 
-def _is_brief(source: object) -> bool:
+def _may_be_hub_id(source: object) -> bool:
     text = str(source)
     return text.count("/") <= 1 and not text.startswith((".", "/", "~")) and "://" not in text
 

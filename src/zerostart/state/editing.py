@@ -15,7 +15,7 @@ from zerostart.distributed.world import World, current_world
 from zerostart.engines import Master, Shard, engine_families, plain_name
 from zerostart.errors import ConfigError
 from zerostart.geometry.layout import Layout, replicated
-from zerostart.live.full_tensors import MESSAGE, carried, whole_tensor
+from zerostart.live.full_tensors import MESSAGE, gather_tensor, to_backend_device
 from zerostart.live.model import LiveModel
 from zerostart.upstream.torch.tensors import row_major
 
@@ -91,7 +91,7 @@ def _whole(shard: Shard | None, parameter: nn.Parameter) -> torch.Tensor:
     """The whole of ``parameter`` on the CPU; collective where it is sharded."""
     if shard is None:
         return parameter.detach().to("cpu", copy=True)
-    whole = whole_tensor(shard, None)
+    whole = gather_tensor(shard, None)
     assert whole is not None, "every rank asked for it"
     return whole
 
@@ -117,7 +117,7 @@ def _write_back(
     runs = layout.runs()
     with torch.no_grad(), world.collectives("sending what was changed"):
         for start in range(0, flat.numel(), MESSAGE):
-            part = carried(flat[start : start + MESSAGE].contiguous())
+            part = to_backend_device(flat[start : start + MESSAGE].contiguous())
             if world.size > 1:
                 # As bytes: not every backend carries every dtype.
                 dist.broadcast(part.view(torch.uint8), src=source)

@@ -18,7 +18,7 @@ import zerostart
 from zerostart import engines
 from zerostart.engines import Mesh
 from zerostart.errors import ConfigError, CoverageError
-from zerostart.live.model import record_of
+from zerostart.live.model import get_record
 from zerostart.testing.ranks import Net, imported, on_ranks, reference, save
 
 #: Of a loaded model: what ``save_state`` takes as the model, its optimizer, and a function that takes a step.
@@ -159,7 +159,7 @@ def _loaded(
     model = zerostart.load(
         path, model=Net, engine=engine, zero_stage=stage, engine_config=config, progress=False
     )
-    record, wanted = record_of(model), reference().state_dict()
+    record, wanted = get_record(model), reference().state_dict()
     wrong = []
     # None: every rank gets each tensor whole, and compares for itself.
     for name, tensor in zerostart.full_tensors(model, rank=None):

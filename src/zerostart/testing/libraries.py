@@ -24,7 +24,7 @@ import zerostart
 from zerostart import models
 from zerostart.checkpoint.source import open_catalog
 from zerostart.errors import CoverageError
-from zerostart.live.model import record_of
+from zerostart.live.model import get_record
 from zerostart.recipe import Recipes, main_dtype, torch_dtype
 from zerostart.testing.ranks import on_ranks
 
@@ -211,7 +211,7 @@ def _loaded(suite: type[ModelLibraryConformance], root: Path, partial: Path) -> 
         told = str(error)
     torch.manual_seed(_SEED)
     made = zerostart.load(str(partial), model=suite.kind, strict=False, progress=False)
-    return {**whole, "told": told, "made": _whole(made), "initialised": record_of(made).report.initialised}
+    return {**whole, "told": told, "made": _whole(made), "initialised": get_record(made).report.initialised}
 
 
 def _whole(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -19,7 +19,7 @@ from zerostart.distributed.world import current_world
 from zerostart.errors import ConfigError
 from zerostart.integrations.engine_setup import EngineSetup
 from zerostart.integrations.loading import InterceptedLoad
-from zerostart.live.model import record_of
+from zerostart.live.model import get_record
 from zerostart.loading.request import Request
 from zerostart.loading.run import run
 from zerostart.models import Built, build_fresh, library_of
@@ -63,7 +63,7 @@ class _TransformersCall(InterceptedLoad):
         """Leave on the loaded ``model`` what transformers' own loading would."""
         # The configuration names the dtype that was asked for, whatever the engine trains in.
         model.config.dtype = dtype
-        if record_of(model).engine.mesh.expert_parallel > 1:
+        if get_record(model).engine.mesh.expert_parallel > 1:
             show_experts(model)
         self._on_loaded(model, self.setup)
 

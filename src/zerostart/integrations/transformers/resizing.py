@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from zerostart.distributed.world import current_world
 from zerostart.engines import engine_families, full_shape
 from zerostart.errors import EngineError
-from zerostart.live.model import record_of
+from zerostart.live.model import get_record
 from zerostart.upstream.transformers.loading import knowing_partitions
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def resize_token_embeddings(
     if new_num_tokens in (None, have) and pad_to_multiple_of is None:
         return model.get_input_embeddings()
     _check(model, have, new_num_tokens)
-    resize = _resize_units if record_of(model).engine.uses_fully_shard else _resize_partitions
+    resize = _resize_units if get_record(model).engine.uses_fully_shard else _resize_partitions
     return resize(model, arguments)
 
 
@@ -68,7 +68,7 @@ def _resize_units(model: PreTrainedModel, arguments: tuple[object, ...]) -> obje
     # transformers writes the new size into all of these; where it fails they get their old one back.
     told = [model, model.config.get_text_config(), *layers]
     sizes = [(one, name, getattr(one, name)) for one in told for name in _SIZES if hasattr(one, name)]
-    with record_of(model).engine.whole_for_a_while(model, layers):
+    with get_record(model).engine.whole_for_a_while(model, layers):
         try:
             with current_world().phase("resizing the embeddings"):
                 original(model, *arguments)
@@ -92,7 +92,7 @@ def _check(model: PreTrainedModel, have: int, wanted: int | None) -> None:
     weight = model.get_input_embeddings().weight
     for engine in engine_families():
         engine.check_replaceable(model, weight, what)
-    record = record_of(model)
+    record = get_record(model)
     whole = record.engine.uses_fully_shard and not isinstance(weight, DTensor)
     if whole or record.parallelism.mesh.tensor_parallel > 1:
         raise EngineError(

@@ -23,7 +23,7 @@ from zerostart.checkpoint.strict_json import read_json
 from zerostart.distributed.world import current_world
 from zerostart.errors import CheckpointError, ReadError
 from zerostart.integrations.saving import already_saved, in_shards, save_weights
-from zerostart.live.model import loaded_models
+from zerostart.live.model import find_loaded_models
 from zerostart.state.resuming.load_state import restore_state
 from zerostart.state.saving.adapters import adapted_model, has_adapters
 from zerostart.upstream.types import Trainer
@@ -67,7 +67,7 @@ def _saves_shards(trainer: Trainer, model: nn.Module) -> bool:
         return False
     if has_adapters(model) and adapted_model(model) is None:
         return False  # a wrapper: its parameters are not only the adapters of the model inside
-    return next(loaded_models(model), None) is not None or in_shards(model)
+    return next(find_loaded_models(model), None) is not None or in_shards(model)
 
 
 def _is_fsdp2(trainer: Trainer) -> bool:
@@ -131,7 +131,7 @@ def prepare_for_training(original: Original, *, self: Trainer, **_: object) -> o
 
     ``train`` has destroyed the engine of the last call, and takes it for a wrapped model.
     """
-    if self.is_deepspeed_enabled and next(loaded_models(self.model), None) is not None:
+    if self.is_deepspeed_enabled and next(find_loaded_models(self.model), None) is not None:
         self.model_wrapped, self.deepspeed = self.model, None
     return original()
 
@@ -142,7 +142,7 @@ def evaluation_loop(original: Original, *, self: Trainer, **_: object) -> object
     The Trainer would prepare the model here for evaluation only, and could not train it afterwards.
     """
     sharding = self.is_deepspeed_enabled or _is_fsdp2(self)
-    if not sharding or self.accelerator._models or next(loaded_models(self.model), None) is None:
+    if not sharding or self.accelerator._models or next(find_loaded_models(self.model), None) is None:
         return original()
     with _prepared_for_evaluation(self):
         return original()

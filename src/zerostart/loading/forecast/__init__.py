@@ -1,4 +1,4 @@
-"""What a load will read, hold and take, rank by rank, before it runs."""
+"""Forecast bytes, memory and seconds of a load for each rank."""
 
 from zerostart.loading.forecast.memory import OPTIMIZERS
 from zerostart.loading.forecast.result import PHASES, Fit, Memory, RankForecast, WorldPlan

@@ -1,4 +1,4 @@
-"""The whole forecast: what is read, what is shares, how long it takes, and whether it fits."""
+"""Forecast reads, memory and seconds of all ranks of a job."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zerostart.live.report import Clock
 from zerostart.loading.forecast.memory import moments_of, optimizer_of, parameter_bytes, peaks
 from zerostart.loading.forecast.reading import counts_of, owned_by, rates_of, timed
 from zerostart.loading.forecast.result import Fit, Limits, Memory, RankForecast, WorldPlan
-from zerostart.loading.preparation import prepare, undisturbed
+from zerostart.loading.preparation import isolated, prepare
 from zerostart.loading.request import Request
 from zerostart.transfer.planning import Count
 from zerostart.transfer.tuning import Rates
@@ -23,7 +23,7 @@ from zerostart.transfer.tuning import Rates
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine and the optimizer that a forecast is for, as ``zerostart.plan`` describes them."""
+    """Machine and optimizer of a forecast: arguments of ``zerostart.plan``."""
 
     device_memory: int | None = None
     host_memory: int | None = None
@@ -34,7 +34,7 @@ class Machine:
 
 def forecast(request: Request, world_size: int, rank: int | None, machine: Machine) -> WorldPlan:
     """Plan every rank, or only ``rank``, without a process group; see ``zerostart.plan``."""
-    with undisturbed():
+    with isolated():
         return _forecast(request, world_size, rank, machine)
 
 
@@ -42,30 +42,30 @@ def _forecast(request: Request, world_size: int, rank: int | None, machine: Mach
     clock = Clock()
     request = request.with_engine()
     engine = request.resolve(world_size, rank)
-    # A world of one waits for nobody. Not strict, since missing tensors are part of the answer.
-    known = prepare(request, engine, World(0, 1, None), clock, strict=False)
-    # As many ranks share a machine's memory and cores there, whatever this machine has.
+    # Not strict: missing tensors are part of the forecast.
+    prepared = prepare(request, engine, World(0, 1, None), clock, strict=False)
+    # Number of ranks that share the memory and processors of a machine.
     local = min(world_size, RANKS_OF_A_MACHINE)
-    catalog, model, recipes = known.catalog, known.built.model, known.recipes
+    catalog, model, recipes = prepared.catalog, prepared.built.model, prepared.recipes
     tuning = request.tuning(engine, catalog, default_device(), bool(recipes.computed), local)
     # Check the arguments before the work.
     limits = Limits.of(machine.device_memory, machine.host_memory, world_size)
     rates = rates_of(tuning.rates, machine.storage_rate, machine.interconnect_rate)
     optimizer = optimizer_of(machine.optimizer, engine.configured_optimizer)
     target = Target(limits.accelerator, world_size)
-    placed = engine.placements(model, known.parallelism)
-    # Ranks that hold the same amounts are counted once, by the first of them.
+    placed = engine.placements(model, prepared.parallelism)
+    # Ranks with equal shards are counted once.
     twins = {one: placed.twin(one) for one in (range(world_size) if rank is None else [rank])}
     shown = sorted(set(twins.values()))
     owned = owned_by(model, placed, shown)
     numels = {name: own.numels for name, own in owned.items()}
-    shares = parameter_bytes(model, placed, known.parallelism, shown, numels)
-    # One entry for each of ``shown``, as in all arrays that follow.
-    counts = counts_of(catalog, known.origins, placed, owned, shown, tuning, not target.accelerator)
+    shares = parameter_bytes(model, placed, prepared.parallelism, shown, numels)
+    # Arrays have one entry for each rank of ``shown``.
+    counts = counts_of(catalog, prepared.origins, placed, owned, shown, tuning, not target.accelerator)
     staged = [(tuning.ring_bytes if count.staged else 0) + count.scratch for count in counts]
     moments = moments_of(model, engine, placed, shares, np.array(staged, np.int64), optimizer, target)
     memory = dict(zip(shown, peaks(moments, len(shown), target), strict=True))
-    # ``0 * shares.trained`` makes an array of a number: one entry for each rank, as the others are.
+    # ``0 * shares.trained`` makes an array of a single number.
     resident = (shares.device if placed.held is None else placed.held) + shares.buffers + 0 * shares.trained
     on_device = dict(zip(shown, resident.tolist(), strict=True))
     read = dict(zip(shown, counts, strict=True))
@@ -79,8 +79,8 @@ def _forecast(request: Request, world_size: int, rank: int | None, machine: Mach
         parameters=sum(entry.numel for entry in catalog.weights.values()),
         largest_tensor_bytes=max((entry.nbytes for entry in catalog.weights.values()), default=0),
         planning_seconds=clock.stop()["total"],
-        missing=known.coverage.missing,
-        unexpected=known.coverage.unexpected,
+        missing=prepared.coverage.missing,
+        unexpected=prepared.coverage.unexpected,
         computed=recipes.computed,
         computed_whole=recipes.computed_whole,
         exchanged_bytes=(placed.gathered,) * len(ranks) if placed.gathered else (),
@@ -107,23 +107,22 @@ def _of_rank(rank: int, read: Count, device_bytes: int, memory: Mapping[str, Mem
 
 
 def _shown(rates: Rates) -> dict[str, float | None]:
-    """Return the rates as plain data; None is no limit."""
+    """Return the rates as plain data; None if unlimited."""
     named = {"storage": rates.link, "copy": rates.copy, "interconnect": rates.interconnect}
     return {name: None if math.isinf(rate) else rate for name, rate in named.items()}
 
 
 def fits_of(memory: Sequence[Mapping[str, Memory]], limits: Limits, world_size: int) -> tuple[Fit, ...]:
-    """How the highest peaks of all ranks compare with the limits that are known."""
+    """Compare the highest peaks of all ranks with the prepared limits."""
     local = min(world_size, RANKS_OF_A_MACHINE)
-    found = []
+    fits = []
     for where, limit, ranks in (("device", limits.device, 1), ("host", limits.host, local)):
         of_phase = {
             phase: max(getattr(rank[phase], f"{where}_bytes") for rank in memory)
             for phase in (memory[0] if memory else ())
         }
-        # None of these says anything: no limit, no ranks, or no memory but the host's.
         if limit is None or not of_phase or (where == "device" and not limits.accelerator):
             continue
         phase = max(of_phase, key=lambda name: of_phase[name])
-        found.append(Fit(where, limit, of_phase[phase] * ranks, phase, ranks, limits.found))
-    return tuple(found)
+        fits.append(Fit(where, limit, of_phase[phase] * ranks, phase, ranks, limits.found))
+    return tuple(fits)

@@ -1,4 +1,4 @@
-"""The memory of each rank through the load, the engine's construction, and the first step."""
+"""Memory of each rank in the load, the engine's construction and the first step."""
 
 from __future__ import annotations
 
@@ -37,37 +37,37 @@ def moments_of(
     optimizer: OptimizerCost,
     target: Target,
 ) -> list[MemoryPeak]:
-    """All moments that may be the highest; ``staged`` are bytes on the host beside the shards while reading.
+    """List the moments at which memory may be highest.
 
-    Activations are not among them: they depend on the batch.
+    ``staged`` are bytes of staging buffers on the host while reading. Activations are not
+    included: they depend on the batch.
     """
     whole = placed.held
-    # None: a rank holds what it reads, and no more.
-    resting = shares.device if whole is None else whole
-    resident = {"parameters": resting, "buffers": shares.buffers}
+    parameters = shares.device if whole is None else whole
+    resident = {"parameters": parameters, "buffers": shares.buffers}
     loads = [MemoryPeak("load", {"parameters": shares.host, "staging": staged}, resident)]
     if placed.gathered:
-        # The all-gather of shares of flat buffers, message by message (engines/flat_buffers.py).
+        # Messages of the all-gather of flat buffers (engines/flat_buffers.py).
         loads.append(MemoryPeak("load", {}, {**resident, "staging": min(whole or 0, MESSAGE)}))
     return [*loads, *engine.memory_peaks(model, placed, shares, optimizer, target)]
 
 
 def peaks(moments: Iterable[MemoryPeak], ranks: int, target: Target) -> list[dict[str, Memory]]:
-    """Of each rank the highest memory of each phase, by component."""
-    # Where the device is the CPU, what a moment has on the device is host memory by now.
-    known = [moment.on(target) for moment in moments]
-    of_phase = {phase: [m for m in known if m.phase == phase] for phase in PHASES}
-    hosts = {phase: _highest([m.host for m in made], ranks) for phase, made in of_phase.items()}
-    devices = {phase: _highest([m.device for m in made], ranks) for phase, made in of_phase.items()}
-    # Ranks that hold the same share one object: a big job has few kinds of ranks.
+    """Return the highest memory of each rank and phase, by component."""
+    # If the device is the CPU, `on` counts device memory as host memory.
+    placed = [moment.on(target) for moment in moments]
+    of_phase = {phase: [m for m in placed if m.phase == phase] for phase in PHASES}
+    hosts = {phase: _highest([m.host for m in group], ranks) for phase, group in of_phase.items()}
+    devices = {phase: _highest([m.device for m in group], ranks) for phase, group in of_phase.items()}
+    # Equal ranks share one object: a big job has few kinds of ranks.
     shared: dict[tuple[int, ...], dict[str, Memory]] = {}
-    found = []
+    memory = []
     for rank in range(ranks):
         rows = {phase: (hosts[phase][rank], devices[phase][rank]) for phase in PHASES if of_phase[phase]}
-        # Separators between host and device, and between phases, so that no two rows look the same.
+        # -1 and -2 separate host, device and phases.
         key = tuple(v for host, device in rows.values() for v in (*host.values(), -1, *device.values(), -2))
-        found.append(shared.setdefault(key, {phase: Memory(*row) for phase, row in rows.items()}))
-    return found
+        memory.append(shared.setdefault(key, {phase: Memory(*row) for phase, row in rows.items()}))
+    return memory
 
 
 def _highest(sizes: Sequence[Sizes], ranks: int) -> list[dict[str, int]]:
@@ -78,18 +78,17 @@ def _highest(sizes: Sequence[Sizes], ranks: int) -> list[dict[str, int]]:
         tables.append((total.tolist(), columns))
     result: list[dict[str, int]] = []
     for rank in range(ranks):
-        # By total: components of one moment belong together, and the highest of each would be more than ever
-        # is there.
+        # The moment with the highest total: highest components of different moments never exist together.
         best = max(tables, key=lambda table: table[0][rank], default=None)
         columns = {} if best is None else best[1]
         result.append({name: values[rank] for name, values in columns.items() if values[rank]})
     return result
 
 
-#: Copies of what is trained: of the states, and of an update's scratch on the host and on the device.
+#: Copies of the trained elements: optimizer states, then scratch of an update on the host and on the device.
 OPTIMIZERS: Mapping[str, OptimizerCost] = {
-    made.name: made
-    for made in (
+    cost.name: cost
+    for cost in (
         OptimizerCost("adamw", 2, 2, 1),
         OptimizerCost("adam", 2, 2, 1),
         OptimizerCost("fused_adamw", 2),
@@ -100,7 +99,7 @@ OPTIMIZERS: Mapping[str, OptimizerCost] = {
 
 
 def optimizer_of(name: str | None, configured: str | None) -> OptimizerCost:
-    """The optimizer of that name; None: the one that the engine is ``configured`` to make, else AdamW.
+    """Return the cost of the optimizer ``name``, by default the ``configured`` one or AdamW.
 
     Raises ConfigError for an unknown name.
     """
@@ -117,11 +116,10 @@ def parameter_bytes(
     ranks: Sequence[int],
     numels: Mapping[str, Array],
 ) -> ParameterBytes:
-    """Sum up the shares of ``ranks``; ``numels`` are the elements of each of them, by parameter name."""
+    """Sum the shards of ``ranks``; ``numels`` has their elements by parameter name."""
     zeros = np.zeros(len(ranks), np.int64)
     homes = {DEVICE: zeros.copy(), HOST: zeros.copy()}
-    # Bytes, but for ``trained`` and ``largest``, which are elements: in which dtype these are stepped the
-    # engine knows.
+    # Bytes, except for ``trained`` and ``largest``: elements, as the engine knows the dtype of updates.
     storage, trained, largest = zeros.copy(), zeros.copy(), zeros.copy()
     elements: dict[torch.dtype, int] = {}
     whole: dict[str, int] = {}
@@ -129,25 +127,24 @@ def parameter_bytes(
     for name, parameter in model.named_parameters():
         numel = numels[name]
         nbytes = numel * parameter.dtype.itemsize
-        # Added in place: ``home`` is one of the three running sums.
+        # In place: ``home`` is one of the three running sums.
         home = homes.get(placed.homes[name], storage)
         home += nbytes
         np.maximum(largest, numel, out=largest)
-        # Of rank 0, which has as many experts as any.
+        # Rank 0 has as many experts as any rank.
         whole[name] = prod(parallelism.section(name, tuple(parameter.shape), 0).shape)
         if parameter.requires_grad:
             trained += numel
             elements[parameter.dtype] = elements.get(parameter.dtype, 0) + whole[name]
             sharers = parallelism.owners(name, 0)[1]
             shared[sharers] = shared.get(sharers, 0) + whole[name] * parameter.dtype.itemsize
-    if placed.pinned and rounds_up():  # in one piece, see ``Arena``; elsewhere it is whole pages
+    if placed.pinned and rounds_up():  # one allocation, see ``Arena``
         homes[HOST] = pinned_by_torch(homes[HOST])
-    # What a gathering takes: the largest parameter, and the largest module with its own parameters.
+    # A gather needs the largest parameter, and the largest module with its own parameters.
     sizes = {name: whole[name] * p.dtype.itemsize for name, p in model.named_parameters()}
     modules: dict[str, int] = {}
     for name, size in sizes.items():
-        # By its own parameters alone, not those of its children: an engine gathers a module for its own
-        # forward.
+        # Without the parameters of submodules, which their own forwards gather.
         owner = name.rpartition(".")[0]
         modules[owner] = modules.get(owner, 0) + size
     return ParameterBytes(

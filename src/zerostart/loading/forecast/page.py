@@ -1,4 +1,4 @@
-"""The forecast as one HTML page without scripts: verdicts, memory by phase, reads and unmatched names."""
+"""Render a forecast as one HTML page without scripts."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ th:first-child{text-align:left}
 """
 
 
-def page_of(made: WorldPlan, source: str) -> str:
+def page_of(plan: WorldPlan, source: str) -> str:
     """Render the page of the plan of ``source``."""
-    many = "1 rank" if made.world_size == 1 else f"{made.world_size:,} ranks"
-    title = _text(f"{source}: {titled(made.engine, made.zero_stage)}, {many}")
+    ranks = "1 rank" if plan.world_size == 1 else f"{plan.world_size:,} ranks"
+    title = _text(f"{source}: {titled(plan.engine, plan.zero_stage)}, {ranks}")
     facts = (
-        f"{decimal(made.checkpoint_bytes)}, {made.parameters:,} elements, largest tensor "
-        f"{decimal(made.largest_tensor_bytes)}; {made.optimizer}; planned in {made.planning_seconds:.2f} s"
+        f"{decimal(plan.checkpoint_bytes)}, {plan.parameters:,} elements, largest tensor "
+        f"{decimal(plan.largest_tensor_bytes)}; {plan.optimizer}; planned in {plan.planning_seconds:.2f} s"
     )
-    body = [f"<h1>{title}</h1><p>{_text(facts)}</p>", *_verdicts(made), *_memory(made), *_reads(made)]
+    body = [f"<h1>{title}</h1><p>{_text(facts)}</p>", *_verdicts(plan), *_memory(plan), *_reads(plan)]
     for kind in ("missing", "unexpected", "computed", "computed_whole"):
-        if names := getattr(made, kind):
+        if names := getattr(plan, kind):
             items = "".join(f"<li>{_text(name)}</li>" for name in names[:MAX_ROWS])
             body.append(f"<h2>{kind.replace('_', ' ')} ({len(names):,})</h2><ul>{items}</ul>")
     policy = "default-src 'none'; style-src 'unsafe-inline'"
@@ -64,8 +64,8 @@ def _text(value: object) -> str:
     return escape(printable(str(value)))
 
 
-def _verdicts(made: WorldPlan) -> Iterator[str]:
-    for fit in made.fits:
+def _verdicts(plan: WorldPlan) -> Iterator[str]:
+    for fit in plan.fits:
         verdict = "fits" if fit.fits else "does not fit"
         yield (
             f"<p><strong>{verdict}</strong>: {fit.where} memory of {fit.ranks} ranks, {decimal(fit.needed)} "
@@ -73,10 +73,10 @@ def _verdicts(made: WorldPlan) -> Iterator[str]:
         )
 
 
-def _memory(made: WorldPlan) -> Iterator[str]:
-    limits = {fit.where: fit.limit // fit.ranks for fit in made.fits}
+def _memory(plan: WorldPlan) -> Iterator[str]:
+    limits = {fit.where: fit.limit // fit.ranks for fit in plan.fits}
     yield "<h2>Memory of each rank, highest in each phase, without activations</h2>"
-    for shown, alike in made.classes[:MAX_ROWS]:
+    for shown, alike in plan.classes[:MAX_ROWS]:
         yield f"<h3>ranks {number_ranges(rank.rank for rank in alike)}</h3>"
         for where in ("device", "host"):
             phases = {phase: getattr(memory, where) for phase, memory in shown.memory.items()}
@@ -104,10 +104,10 @@ def _bars(where: str, phases: Mapping[str, Mapping[str, int]], limit: int | None
     yield _table((f"{where} memory", *(PHASE_TITLES[phase] for phase in phases)), rows)
 
 
-def _reads(made: WorldPlan) -> Iterator[str]:
-    read, seconds = sum(rank.read_bytes for rank in made.ranks), made.read_seconds
+def _reads(plan: WorldPlan) -> Iterator[str]:
+    read, seconds = sum(rank.read_bytes for rank in plan.ranks), plan.read_seconds
     yield f"<h2>Reads</h2><p>{decimal(read)} by all ranks; the slowest reads for {seconds:.3g} s</p>"
-    yield _table(("rank", "reads", "operations", "time"), [_row(rank) for rank in made.ranks[:MAX_ROWS]])
+    yield _table(("rank", "reads", "operations", "time"), [_row(rank) for rank in plan.ranks[:MAX_ROWS]])
 
 
 def _row(rank: RankForecast) -> Sequence[str]:

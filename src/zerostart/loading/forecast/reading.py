@@ -1,4 +1,4 @@
-"""What each rank of a load will read: bytes, operations, and what is staged on the way."""
+"""Count the reads of each rank: bytes, operations and staging buffers."""
 
 from __future__ import annotations
 
@@ -25,32 +25,26 @@ from zerostart.transfer.tuning import Rates
 
 @dataclass(frozen=True)
 class Owned:
-    """A parameter's share on every rank in question: the layouts of those that hold some of it, with the
-    ranks, and the elements of the local storage of all.
+    """Shards of one parameter. Parameters that are cut alike share one object."""
 
-    Parameters that lie alike have the very same ``layouts``.
-    """
-
+    #: Ranks that hold elements, with their layout.
     layouts: Sequence[tuple[int, Layout]]
+    #: Elements of the local storage of every rank.
     numels: Array
 
 
 def owned_by(model: nn.Module, placed: Placements, ranks: Sequence[int]) -> dict[str, Owned]:
-    """The shares of ``ranks``, by parameter name.
-
-    Layers repeat: parameters that are cut alike and have one shape lie alike, and are laid out once.
-    """
-    known: dict[Hashable, Owned] = {}
+    """Return the shards of ``ranks`` by parameter name; equal parameters share one object."""
+    by_cut: dict[Hashable, Owned] = {}
     by_name: dict[str, Owned] = {}
     for name, parameter in model.named_parameters():
-        # Parameters that lie alike share one object, by whose identity ``count_reads`` knows that they are
-        # cut alike.
-        alike = (tuple(parameter.shape), placed.alike(name))
-        if alike not in known:
+        # ``count_reads`` recognises parameters that are cut alike by the identity of the object.
+        cut = (tuple(parameter.shape), placed.alike(name))
+        if cut not in by_cut:
             layouts = [(rank, placed.layout(name, rank)) for rank in ranks]
             numels = np.array([layout.numel for _, layout in layouts], np.int64)
-            known[alike] = Owned([(rank, layout) for rank, layout in layouts if layout.boxes], numels)
-        by_name[name] = known[alike]
+            by_cut[cut] = Owned([(rank, layout) for rank, layout in layouts if layout.boxes], numels)
+        by_name[name] = by_cut[cut]
     return by_name
 
 
@@ -63,7 +57,7 @@ def counts_of(
     tuning: Tuning,
     on_host: bool,
 ) -> list[Count]:
-    """What each of ``ranks`` reads; ``on_host``: what the device has is host memory."""
+    """Count the reads of each of ``ranks``; ``on_host``: device memory is host memory."""
     whole: dict[tuple[int, ...], list[tuple[int, Layout]]] = {}
     shares = []
     for recipe in origins.buffers.values():
@@ -78,9 +72,9 @@ def counts_of(
 
 
 def rates_of(assumed: Rates, storage: float | None, interconnect: float | None) -> Rates:
-    """Replace ``assumed`` rates by those that are given, in bytes a second.
+    """Replace ``assumed`` rates by those of the user, in bytes a second.
 
-    ``storage`` is what one machine gets from its disk or over its link. Raises ConfigError for no rate.
+    ``storage`` is the rate of one machine from its disk or over its link. Raises ConfigError.
     """
     for name, value in (("storage_rate", storage), ("interconnect_rate", interconnect)):
         if value is not None and not (isinstance(value, float | int) and 0 < value < math.inf):
@@ -94,20 +88,20 @@ def rates_of(assumed: Rates, storage: float | None, interconnect: float | None) 
 def timed(
     ranks: Sequence[RankForecast], world_size: int, gathered: int, stored: float, rates: Rates
 ) -> tuple[RankForecast, ...]:
-    """Add to each rank the seconds to read, and to receive ``gathered`` bytes from other ranks.
+    """Add to each rank the seconds to read, and to receive ``gathered`` bytes.
 
-    A machine's page cache gives bytes that several of its ranks want only once from storage; ``stored`` are
-    the bytes of the files, infinite without a page cache. The slowest of storage, copies and messages counts:
-    they overlap.
+    Bytes that several ranks of a machine need are read once from storage, through its page cache. ``stored``
+    are the bytes of the files, infinite without a page cache. Storage, copies and messages overlap: the
+    slowest counts.
     """
     local = min(world_size, RANKS_OF_A_MACHINE)
-    wanted = sum(rank.read_bytes for rank in ranks) * local / max(1, len(ranks))
-    differ = min(1.0, stored / wanted) if wanted else 1.0
-    # Twice: on the mean a rank sends as many bytes as it receives, in turns.
+    total = sum(rank.read_bytes for rank in ranks) * local / max(1, len(ranks))
+    cached = min(1.0, stored / total) if total else 1.0
+    # Twice: on average a rank sends as many bytes as it receives, one after the other.
     messages = 2 * gathered / rates.interconnect
 
     def seconds(rank: RankForecast) -> float:
         of_machine = rank.read_bytes * local
-        return max(of_machine * differ / rates.link, of_machine / rates.copy, messages)
+        return max(of_machine * cached / rates.link, of_machine / rates.copy, messages)
 
     return tuple(replace(rank, read_seconds=seconds(rank)) for rank in ranks)

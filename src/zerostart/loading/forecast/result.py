@@ -1,4 +1,4 @@
-"""The forecast as plain data: of every rank, and of the whole job."""
+"""Results of a forecast as plain data."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ from zerostart.engines.residence import Residence
 from zerostart.errors import ConfigError
 from zerostart.transfer.meter import device_bytes
 
-#: What memory is told of: the load, the engine's and the optimizer's construction, and the first step.
+#: Phases of the memory forecast: load, construction of engine and optimizer, first step.
 PHASES = ("load", "initialize", "step")
 PHASE_TITLES = {"load": "load", "initialize": "initialize", "step": "first step"}
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes that a rank holds at the highest moment of a phase, by what takes them.
+    """Highest memory of a rank in a phase, in bytes by component.
 
-    The highest moments of the ``host`` and of the ``device`` may differ. Where the device is the CPU, all is
-    on the host and ``device`` is empty.
+    ``host`` and ``device`` may be highest at different moments. ``device`` is empty if the device is the CPU.
     """
 
     host: Mapping[str, int]
@@ -33,22 +32,21 @@ class Memory:
 
     @property
     def host_bytes(self) -> int:
-        """Most host memory in this phase, in bytes."""
+        """Highest host memory in this phase, in bytes."""
         return sum(self.host.values())
 
     @property
     def device_bytes(self) -> int:
-        """Most memory of the accelerator in this phase, in bytes."""
+        """Highest accelerator memory in this phase, in bytes."""
         return sum(self.device.values())
 
 
 @dataclass(frozen=True)
 class RankForecast:
-    """One rank: bytes and number of its reads, bytes of its shards on the device, and peaks of the load.
+    """Reads, shards on the device and peak memory of one rank.
 
-    Where the device is the CPU the shards are part of the host peak, and the device peak is 0.
-    ``read_seconds`` is the time to read and exchange at the rates of the plan; ``memory`` has each of
-    ``PHASES``, without the activations of the step.
+    If the device is the CPU, shards are part of the host peak, and the device peak is 0. ``read_seconds`` is
+    the time to read and exchange. ``memory`` has each of ``PHASES``, without activations.
     """
 
     rank: int
@@ -61,7 +59,7 @@ class RankForecast:
     memory: Mapping[str, Memory] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, object]:
-        """Plain data: ``memory`` as the peaks alone, ``{phase: {host, device}}`` in bytes."""
+        """Return plain data, with peaks ``{phase: {host, device}}`` in bytes for ``memory``."""
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "memory"}
         peaks = {p: {"host": m.host_bytes, "device": m.device_bytes} for p, m in self.memory.items()}
         return {**plain, "peaks": peaks}
@@ -69,15 +67,14 @@ class RankForecast:
 
 @dataclass(frozen=True)
 class WorldPlan:
-    """The plans of all ranks, summed up.
+    """Plans of all ranks.
 
-    ``exchanged_bytes`` are those that each of ``ranks`` gets from others, empty where all read their own.
-    Where replicas exchange what they read, a load reads less. ``tier`` says where parameters that are whole
-    on every rank would be on machines like this one. ``rates`` are bytes a second of ``storage`` (to one
-    machine), of ``copy`` (out of its page cache) and of one rank's ``interconnect``; None for no limit.
-    ``optimizer`` is the one whose states are counted, and ``engine_reason`` the reason for the engine.
-    ``accelerator``: the device has memory of its own; otherwise device memory is host memory.
-    ``fits`` compares the highest peaks with the memory that there is.
+    ``exchanged_bytes`` are received by each of ``ranks`` from others; empty if all read their own. Replicas
+    that exchange reads read less than forecast. ``tier`` is the memory for parameters that every rank holds
+    whole. ``rates`` are bytes a second of ``storage`` (to one machine), ``copy`` (from its page cache) and
+    ``interconnect`` (of one rank); None if unlimited. ``optimizer`` names the counted states, and
+    ``engine_reason`` the reason for the engine. ``accelerator``: the device has its own memory.
+    ``fits`` compares the highest peaks with the available memory.
     """
 
     engine: str
@@ -102,27 +99,26 @@ class WorldPlan:
 
     @property
     def fit(self) -> bool | None:
-        """Whether everything fits; None where nothing says how much memory there is."""
+        """True if everything fits; None if the available memory is unknown."""
         return all(fit.fits for fit in self.fits) if self.fits else None
 
     @property
     def read_seconds(self) -> float:
-        """Seconds until the last rank has what it wants, at the plan's rates."""
+        """Seconds of the slowest rank to read and exchange."""
         return max((rank.read_seconds for rank in self.ranks), default=0.0)
 
     @property
     def classes(self) -> list[tuple[RankForecast, tuple[RankForecast, ...]]]:
-        """Groups of ranks that hold equally much: of each the rank that reads most, and all its ranks."""
-        found: dict[Any, list[RankForecast]] = {}
+        """Groups of ranks with equal memory: the largest reader, and all ranks."""
+        groups: dict[Any, list[RankForecast]] = {}
         for rank in self.ranks:
-            # By what they hold, and not by what they read, of which each rank has a little more or less.
-            shown = tuple((m.host_bytes, m.device_bytes) for m in rank.memory.values())
-            held = (rank.device_bytes, rank.peak_host_bytes, shown)
-            found.setdefault(held, []).append(rank)
-        return [(max(alike, key=lambda r: r.read_bytes), tuple(alike)) for alike in found.values()]
+            # Not by reads, which differ a little between all ranks.
+            peaks = tuple((m.host_bytes, m.device_bytes) for m in rank.memory.values())
+            groups.setdefault((rank.device_bytes, rank.peak_host_bytes, peaks), []).append(rank)
+        return [(max(alike, key=lambda r: r.read_bytes), tuple(alike)) for alike in groups.values()]
 
     def __str__(self) -> str:
-        """A summary of some lines; ``zerostart plan`` shows all of it."""
+        """Summarise the plan in a few lines."""
         read = [rank.read_bytes for rank in self.ranks]
         lines = [
             f"Plan for {self.engine} on {self.world_size} ranks: {self.parameters:,} parameters, "
@@ -145,7 +141,7 @@ class WorldPlan:
         return "\n".join(lines)
 
     def as_dict(self) -> dict[str, object]:
-        """The form of ``zerostart plan --json``; ``memory`` has the parts for each group of ranks."""
+        """Return the JSON of ``zerostart plan --json``, with memory by group of ranks."""
         aside = ("ranks", "fits", "tier")
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in aside}
         return {
@@ -164,9 +160,9 @@ class WorldPlan:
 
 @dataclass(frozen=True)
 class Limits:
-    """Bytes of one accelerator (``device``) and of one machine for all its ranks (``host``); None: unknown.
+    """Bytes of one accelerator (``device``) and of one machine (``host``); None if unknown.
 
-    ``found``: nobody gave them, they are this machine's. ``accelerator``: whether ranks compute on one.
+    ``found``: measured on this machine. ``accelerator``: ranks compute on one.
     """
 
     device: int | None
@@ -176,32 +172,31 @@ class Limits:
 
     @classmethod
     def of(cls, device: int | None, host: int | None, world_size: int) -> Limits:
-        """The limits that are given; where none is, those of this machine, if it could run all ranks.
+        """Return the user's limits, or those of this machine if it could run all ranks.
 
-        A given ``device`` means that ranks compute on accelerators, wherever the plan is made. Raises
-        ConfigError for a limit that is not a number of bytes.
+        With ``device`` ranks compute on accelerators, even if this machine has none. Raises ConfigError.
         """
         for name, value in (("device_memory", device), ("host_memory", host)):
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ConfigError(f"{name}={value!r} must be a number of bytes")
-        here = default_device()
-        accelerator = device is not None or here.type != "cpu"
-        # A limit that is given stands alone: none of this machine's is put beside it.
+        own = default_device()
+        accelerator = device is not None or own.type != "cpu"
+        # One limit of the user excludes the others of this machine.
         if device is not None or host is not None:
             return cls(device, host, accelerator)
-        if world_size > RANKS_OF_A_MACHINE:  # not the machines that it will run on
+        if world_size > RANKS_OF_A_MACHINE:  # The job runs on other machines.
             return cls(None, None, accelerator)
         if accelerator:
-            device = device_bytes(here)
+            device = device_bytes(own)
         return cls(device, available_memory(), accelerator, found=True)
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Memory of one kind: ``where`` it is, the ``limit``, and the most that is ``needed``, in bytes.
+    """Comparison of the ``needed`` memory with the ``limit``, in bytes; ``where``: device or host.
 
-    Of an accelerator the need is that of the rank that needs most; of a ``host`` that of all ``ranks`` on it.
-    ``phase`` is the one in which it is needed. ``found``: the limit is this machine's, nobody gave it.
+    An accelerator serves one rank: the one that needs most. A host serves ``ranks`` ranks. ``phase`` is the
+    phase of the highest need. ``found``: the limit was measured on this machine.
     """
 
     where: str
@@ -213,21 +208,21 @@ class Fit:
 
     @property
     def fits(self) -> bool:
-        """Whether the bytes that are needed are within the limit."""
+        """True if the limit suffices."""
         return self.needed <= self.limit
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data, and whether it ``fits``."""
+        """Return plain data, with ``fits``."""
         return asdict(self) | {"fits": self.fits}
 
 
 def number_ranges(numbers: Iterable[int], limit: int = 4) -> str:
-    """Write ascending numbers as ``0 to 5, 7``, at most ``limit`` ranges of them."""
-    found: list[tuple[int, int]] = []
-    for one in numbers:
-        if found and found[-1][1] == one - 1:
-            found[-1] = (found[-1][0], one)
+    """Format ascending numbers as ``0 to 5, 7``, with at most ``limit`` ranges."""
+    ranges: list[tuple[int, int]] = []
+    for number in numbers:
+        if ranges and ranges[-1][1] == number - 1:
+            ranges[-1] = (ranges[-1][0], number)
         else:
-            found.append((one, one))
-    words = [str(a) if a == b else f"{a} to {b}" for a, b in found[:limit]]
-    return ", ".join(words) + (", ..." if len(found) > limit else "")
+            ranges.append((number, number))
+    words = [str(a) if a == b else f"{a} to {b}" for a, b in ranges[:limit]]
+    return ", ".join(words) + (", ..." if len(ranges) > limit else "")

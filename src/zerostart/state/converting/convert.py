@@ -20,7 +20,7 @@ from zerostart.distributed.world import World, current_world
 from zerostart.engines import Shard
 from zerostart.errors import ConfigError
 from zerostart.geometry.layout.layout import flat_run
-from zerostart.loading.preparation import equal_in
+from zerostart.loading.preparation import make_comparison
 from zerostart.models import Built, ModelLibrary
 from zerostart.recipe import Recipe, SymbolicTensor, Target, main_dtype, one_thread
 from zerostart.recipe.dtypes import spelling, torch_dtype
@@ -213,7 +213,7 @@ def _built_model(catalog: Catalog) -> tuple[Built, Mapping[str, Recipe]]:
     built = models.build(None, catalog.root, None, first, main, False, shapes)
     models.set_dtypes(built, stored)
     recipes = built.recipes(catalog, built.library.expectations(built))
-    coverage = models.tie_names(built, recipes, equal_in(catalog, World(0, 1, None)))
+    coverage = models.tie_names(built, recipes, make_comparison(catalog, World(0, 1, None)))
     coverage.check(catalog.place, type(built.model).__name__, True)
     return built, recipes.by_name
 

@@ -455,7 +455,7 @@ def _gradients(training: LiveTraining, saved: Saved) -> Iterator[StateTensor]:
             "cannot complete: resume with the engine that saved it, or save after "
             "optimizer.step() and zero_grad()"
         )
-    return training.placed_gradients(made)
+    return training.shard_gradients(made)
 
 
 def _with_gradients(saved: Saved) -> set[str]:

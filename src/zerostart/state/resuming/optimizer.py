@@ -22,7 +22,7 @@ from zerostart.engines import Shard, Stepped
 from zerostart.errors import CheckpointError, ConfigError
 from zerostart.geometry.layout import replicated
 from zerostart.geometry.layout.layout import flat_run
-from zerostart.live.training import LiveTraining, StateTensor, is_elementwise, is_number, share_of
+from zerostart.live.training import LiveTraining, StateTensor, is_elementwise, is_number, member_shard
 from zerostart.recipe import spelling
 from zerostart.state.resuming.values import decoded, dtype_of, encoded
 from zerostart.upstream.torch.stepped import computes, inner_optimizers, own_values, rule_of
@@ -121,7 +121,7 @@ def restored_moments(
             state[key] = values = _room(key, having, state.get(key), step, stored)
             for member, name in zip(step.members, names, strict=True):
                 if f"optimizer/{key}/{name}" in stored:
-                    yield StateTensor(name, key, share_of(member, training.shards[name], values))
+                    yield StateTensor(name, key, member_shard(member, training.shards[name], values))
 
 
 def _numbers(document: JsonMapping) -> dict[str, dict[str, object]]:

@@ -17,8 +17,8 @@ from zerostart.distributed.world import current_world
 from zerostart.engines import Shard, whole_shard
 from zerostart.errors import ConfigError
 from zerostart.geometry.layout import Layout
-from zerostart.live.full_tensors import whole_tensor
-from zerostart.live.model import LogicalTensor, wrapped
+from zerostart.live.full_tensors import gather_tensor
+from zerostart.live.model import LogicalTensor, inner_module
 from zerostart.recipe import spelling
 from zerostart.state.saving.contents import Contents
 from zerostart.state.saving.writing import plain
@@ -90,7 +90,7 @@ def adapted_model(model: nn.Module, within: bool = False) -> Adapted | None:
     while inner is not None:
         if _is_adapted(inner):
             return _adapted(inner)
-        inner = wrapped(inner)
+        inner = inner_module(inner)
     found = _outermost(model) if within else {}
     if len(found) > 1:
         raise ConfigError(
@@ -349,7 +349,7 @@ def _whole(factor: LogicalTensor) -> torch.Tensor:
         (placed,) = boxes
         at = int(storage.storage_offset()) + placed.to
         return storage.as_strided(shard.layout.shape, placed.strides, at).cpu()
-    whole = whole_tensor(shard, None)
+    whole = gather_tensor(shard, None)
     assert whole is not None, "every rank asked for it"
     return whole
 

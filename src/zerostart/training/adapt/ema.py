@@ -17,7 +17,7 @@ from torch import nn
 from zerostart.distributed.world import World
 from zerostart.engines import Member, Shard, Stepped
 from zerostart.live.model import LiveModel
-from zerostart.live.training import LiveTraining, StateTensor, share_of
+from zerostart.live.training import LiveTraining, StateTensor, member_shard
 from zerostart.state.saving.contents import TensorOverrides
 from zerostart.training.config.configuration import EmaConfig
 
@@ -39,7 +39,7 @@ class _Followed:
 
     @property
     def source(self) -> Shard:
-        return share_of(self.member, self.shard, self.stepped.tensor)
+        return member_shard(self.member, self.shard, self.stepped.tensor)
 
 
 class Ema:
@@ -61,7 +61,7 @@ class Ema:
     def _follow(self, stepped: Stepped, member: Member, training: LiveTraining) -> _Followed:
         name = training.name_of(member.parameter)
         shard = training.shards[name]
-        storage = share_of(member, shard, stepped.tensor).storage
+        storage = member_shard(member, shard, stepped.tensor).storage
         # In bf16 a small difference times 1 - decay would be rounded away.
         kind = torch.promote_types(storage.dtype, torch.float32)
         # `host` costs a copy of the weights over the bus at each update, and no device memory.

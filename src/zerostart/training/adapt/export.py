@@ -14,7 +14,7 @@ from torch import nn
 from zerostart.distributed.world import current_world
 from zerostart.engines import full_shape
 from zerostart.errors import ConfigError
-from zerostart.live.model import bare_model
+from zerostart.live.model import unwrap_model
 from zerostart.models import library_of
 from zerostart.state.saving.adapter_formats import PREFIX, adapter_format, diffsynth_names, without
 from zerostart.state.saving.contents import TensorOverrides
@@ -92,12 +92,12 @@ class Exporter:
         if self._adapted and output.merge:
             return replace(request, merge_adapters=True)
         if self._adapted:
-            inner = bare_model(model)
+            inner = unwrap_model(model)
             kind = output.format or library_of(inner).adapter_format
             chosen = adapter_format(kind, inner, key=_FORMAT, stem=stem, prefix=prefix)
             return replace(request, adapters_only=True, adapter_format=chosen)
         if output.format == "diffsynth":
-            names = diffsynth_names(bare_model(model), _FORMAT)
+            names = diffsynth_names(unwrap_model(model), _FORMAT)
             renamed = without(prefix, lambda name: PREFIX + names(name))
             # DiffSynth has one file.
             return replace(request, trainable_only=True, renamed=renamed, stem=stem, max_shard_size=2**62)

@@ -12,7 +12,7 @@ from torch import nn
 from zerostart.distributed.world import World
 from zerostart.engines import full_shape, plain_name
 from zerostart.errors import ConfigError
-from zerostart.live.model import record_of
+from zerostart.live.model import get_record
 from zerostart.training.adapt.lora import add_lora
 from zerostart.training.adapt.lora_files import start_from
 
@@ -42,7 +42,7 @@ def choose_trained(
         start_from(model, adapted, lora, world)
     summary = f"trained: LoRA of rank {lora.rank} in {len(adapted)} layers, {_counted(model)}"
     with world.phase("sharding LoRA"):
-        record_of(model).engine.shard_added(model, precision)
+        get_record(model).engine.shard_added(model, precision)
     return summary
 
 

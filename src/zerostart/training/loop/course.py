@@ -20,7 +20,7 @@ from zerostart.checkpoint.catalog import Catalog
 from zerostart.distributed.world import World
 from zerostart.engines import plain_name
 from zerostart.errors import ConfigError
-from zerostart.live.model import record_of
+from zerostart.live.model import get_record
 from zerostart.training.config.sections import Section
 
 #: Of each section that counts, the keys that do not; what ``lora.targets`` and the like name is compared.
@@ -90,7 +90,7 @@ def course_of(
         names = sorted(plain_name(name) for name, held in model.named_parameters() if held.requires_grad)
         digest = hashlib.blake2b(repr(names).encode(), digest_size=4).hexdigest()
         course["lora.targets"] = f"{len(names)} tensors ({digest})"
-        course["a digest of the weights of model.source"] = _weights(record_of(model).catalog, world)
+        course["a digest of the weights of model.source"] = _weights(get_record(model).catalog, world)
     return course
 
 

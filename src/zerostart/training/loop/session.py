@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 from zerostart.distributed.world import current_world
 from zerostart.engines import Engine, full_shape
 from zerostart.errors import ConfigError
-from zerostart.live.model import record_of
+from zerostart.live.model import get_record
 from zerostart.training.adapt.ema import Ema
 from zerostart.training.config.configuration import EmaConfig, TrackingConfig, TrainingConfig
 from zerostart.training.loop.batches import Buckets, order_of
@@ -187,7 +187,7 @@ def open_session(
 
     Raises :class:`ConfigError` for data that does not fill one step, and a tracker that cannot begin.
     """
-    engine = record_of(model).engine
+    engine = get_record(model).engine
     accelerator = _accelerator(engine, train, precision, tracking, directory)
     # The same on every rank, and before anything that ranks meet in: too few data are an error of all.
     buckets = order_of(items, train, accelerator.num_processes)
