@@ -1,1 +1,1 @@
-"""The tensors of a live model, whichever engine holds it and whoever has loaded it."""
+"""Tensors of a live model: names, shards, masters and optimizer state, on any engine."""

@@ -1,4 +1,4 @@
-"""Whole tensors out of shards, one at a time."""
+"""Gather whole tensors from shards, one at a time."""
 
 from __future__ import annotations
 
@@ -16,19 +16,18 @@ from zerostart.geometry.layout import Layout
 from zerostart.live.model import LiveModel
 from zerostart.models import state_names
 
-#: Elements of each rank's share that travel in one message.
+#: Elements that each rank sends in one message.
 MESSAGE = 1 << 22
 
 
 def full_tensors(model: nn.Module, rank: int | None) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """See ``zerostart.full_tensors``; raises ConfigError when called, and not at the first step."""
+    """Iterate over whole tensors; see ``zerostart.full_tensors``. Raises ConfigError at the call."""
     world = current_world()
     LiveModel(model, world).check_loaded()
     size = world.size
     if rank is not None and not 0 <= rank < size:
         raise ConfigError(f"rank={rank} is not one of the {size} ranks")
-    # A generator runs nothing before its first step: the checks stand out here, so that a wrong argument
-    # fails at the call.
+    # A generator would check the arguments only at its first step.
     return _walk(model, rank)
 
 
@@ -40,7 +39,7 @@ def _walk(model: nn.Module, rank: int | None) -> Iterator[tuple[str, torch.Tenso
         for name, tensor, _ in state_names(live.module):
             shard, plain = live.sharded.get(id(tensor)), plain_names[name]
             if shard is not None and shard.held == (world.rank, world.size):
-                # Every rank has the same share: all of it.
+                # Every rank holds the whole tensor.
                 tensor, shard = shard.storage.view(shard.layout.shape), None
             if shard is None:
                 yield plain, tensor.detach().cpu().clone() if rank in (None, world.rank) else None
@@ -53,29 +52,28 @@ def _receiver(rank: int | None) -> str:
 
 
 def gather_tensor(shard: Shard, rank: int | None) -> torch.Tensor | None:
-    """One parameter, on ``rank`` or on all; every rank sends its share in messages of bounded size."""
+    """Gather one parameter on ``rank`` or on all ranks, in messages of bounded size."""
     world = current_world()
-    here, size = world.rank, world.size
+    own_rank, size = world.rank, world.size
 
     def prepare() -> tuple[list[Layout], torch.Tensor | None]:
-        wanted = rank in (None, here)
+        receives = rank in (None, own_rank)
         length, dtype = prod(shard.layout.shape), shard.storage.dtype
-        out = torch.empty(length, dtype=dtype, device="cpu") if wanted else None
+        out = torch.empty(length, dtype=dtype, device="cpu") if receives else None
         return [shard.at(r) for r in range(size)], out
 
-    # The place names the receiver: ranks that differ in it would wait for each other in what follows.
+    # The name has the receiver, so that ranks with different arguments fail own_rank.
     with world.collectives(f"gathering {shard.name} on {_receiver(rank)}", prepare) as (layouts, out):
         longest = max(layout.numel for layout in layouts)
-        # Every rank takes part in every round, also one whose share has ended: a collective that one rank
-        # skips would hang the others. The longest share says how many rounds there are, which all ranks know
-        # alike from the layouts.
+        # Every rank takes part in every round, also after its last element. All ranks compute the same number
+        # of rounds from the longest shard.
         for start in range(0, longest, MESSAGE):
             count = min(MESSAGE, longest - start)
-            parts = _exchange(_segment(shard.storage, start, count), rank, here, size)
+            parts = _exchange(_segment(shard.storage, start, count), rank, own_rank, size)
             if out is None:
                 continue
-            # A round brings elements [start, start + count) of each rank's storage. A run says where elements
-            # of the storage lie in the tensor: what both have in common is copied.
+            # The round has elements [start, start + count) of each rank's storage, and a run maps elements of
+            # the storage to the tensor.
             for layout, part in zip(layouts, parts, strict=True):
                 for first, length, place in layout.runs():
                     low, high = max(place, start), min(place + length, start + count)
@@ -92,23 +90,22 @@ def _segment(storage: torch.Tensor, start: int, count: int) -> torch.Tensor:
 
 
 def to_backend_device(part: torch.Tensor) -> torch.Tensor:
-    """``part`` on a device that the process group's backend carries."""
-    alone = not dist.is_initialized()
-    if alone or part.device.type != "cpu" or "cpu" in str(dist.get_backend_config()):
+    """Move ``part`` to a device that the process group's backend supports."""
+    if not dist.is_initialized() or part.device.type != "cpu" or "cpu" in str(dist.get_backend_config()):
         return part
     return part.to(default_device())
 
 
-def _exchange(part: torch.Tensor, rank: int | None, here: int, size: int) -> list[torch.Tensor]:
-    """``part`` of every rank, as CPU tensors, where they are wanted; [] elsewhere."""
+def _exchange(part: torch.Tensor, rank: int | None, own_rank: int, size: int) -> list[torch.Tensor]:
+    """Return the parts of all ranks as CPU tensors; [] if this rank receives none."""
     part = to_backend_device(part)
-    # As bytes: not every backend carries every dtype.
-    sent = part.view(torch.uint8)
-    received = [torch.empty_like(sent) for _ in range(size)] if rank in (None, here) else []
+    # As bytes: not every backend supports every dtype.
+    message = part.view(torch.uint8)
+    received = [torch.empty_like(message) for _ in range(size)] if rank in (None, own_rank) else []
     if size == 1:
-        received = [sent]
+        received = [message]
     elif rank is None:
-        dist.all_gather(received, sent)
+        dist.all_gather(received, message)
     else:
-        dist.gather(sent, received or None, dst=rank)
+        dist.gather(message, received or None, dst=rank)
     return [r.view(part.dtype).cpu() for r in received]

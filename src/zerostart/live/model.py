@@ -1,4 +1,4 @@
-"""The tensors of a live model: one answer, whichever engine holds it and whoever has loaded it."""
+"""Find the tensors and shards of a live model, on any engine."""
 
 from __future__ import annotations
 
@@ -31,53 +31,49 @@ from zerostart.recipe import Recipe
 
 @dataclass(frozen=True)
 class LoadRecord:
-    """What one model was loaded from and for; it holds none of its tensors, and dies with it."""
+    """Source, recipes and engine of one load; holds none of the model's tensors."""
 
     catalog: Catalog
-    #: Which checkpoint elements make up which parameter or buffer, by its first name; what is not there has
-    #: been initialised.
+    #: Recipes of parameters and buffers by their first names; without those that were initialised.
     recipes: Mapping[str, Recipe]
     engine: Engine
     parallelism: Parallelism
-    #: With the engine and the parallelism: who has which of them.
     placements: Placements
-    #: This rank's.
+    #: Report of this rank.
     report: Report
 
     def shards(self, model: nn.Module) -> dict[str, Shard]:
-        """The shards of the live ``model`` of this record as they are now, by parameter name."""
+        """Return the current shards of the live ``model``, by parameter name."""
         return self.engine.shards_of(model, self.parallelism, self.report.rank)
 
 
-#: Figures of a report that add up over loads one after the other; peaks too, as each begins where the last
-#: one ended.
+#: Report fields that add up over successive loads; each peak starts where the last load ended.
 _SUMMED = ("read_bytes", "planned_bytes", "exchanged_bytes", "peak_host_bytes", "peak_device_bytes")
-#: What is the same of all loads, or not said of the whole.
+#: Report fields that are joined if loads differ.
 _SHARED = ("reading", "engine", "engine_reason", "tier")
-#: Packages whose modules wrap models.
+#: Packages with modules that wrap models.
 _WRAPPERS = ("torch", "deepspeed", "accelerate", "peft")
 _records: weakref.WeakKeyDictionary[nn.Module, LoadRecord] = weakref.WeakKeyDictionary()
 
 
 def remember_load(model: nn.Module, record: LoadRecord) -> None:
-    """Remember the record of ``model`` for as long as the model lives."""
+    """Keep the record of ``model`` for the model's lifetime."""
     _records[model] = record
 
 
 def unwrap_loaded(model: nn.Module) -> nn.Module:
-    """The loaded model inside the wrappers of engines, of torch.compile and of PEFT, or ``model`` itself."""
+    """Return the loaded model inside wrappers of engines, torch.compile and PEFT, or ``model`` itself."""
     inner: nn.Module | None = model
-    # A record outranks the wrapper's kind: a loaded model may itself be of a class that looks like a wrapper.
+    # A loaded model may itself look like a wrapper.
     while inner is not None and inner not in _records:
         inner = inner_module(inner)
     return model if inner is None else inner
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
-    """The model inside the wrappers of libraries, whoever has loaded it."""
+    """Return the model inside the wrappers of libraries, loaded by zerostart or not."""
     inner = unwrap_loaded(model)
-    # Only libraries' own classes are opened: a script's class with a child called ``module`` is a model, not
-    # a wrapper.
+    # Only classes of libraries: a script's class with a child ``module`` is a model.
     while inner not in _records and _library(inner) in _WRAPPERS:
         inside = inner_module(inner)
         if inside is None:
@@ -87,14 +83,13 @@ def unwrap_model(model: nn.Module) -> nn.Module:
 
 
 def inner_module(wrapper: nn.Module) -> nn.Module | None:
-    """What a wrapper wraps; None for a module that is none."""
+    """Return the module inside a wrapper; None for other modules."""
     names: tuple[str, ...] = ("module", "_orig_mod")
     if _library(wrapper) == "peft":
-        # PeftModel has the tuner in ``base_model``, and the tuner the model in ``model``. In other libraries
-        # these are names of parts of a model.
+        # PeftModel has the tuner in ``base_model``, and the tuner has the model in ``model``.
         names += ("base_model", "model")
-    found = (wrapper._modules.get(name) for name in names)
-    return next((module for module in found if module is not None), None)
+    children = (wrapper._modules.get(name) for name in names)
+    return next((module for module in children if module is not None), None)
 
 
 def _library(module: nn.Module) -> str:
@@ -103,48 +98,47 @@ def _library(module: nn.Module) -> str:
 
 
 def find_loaded_models(model: nn.Module) -> Iterator[nn.Module]:
-    """All loaded models that ``model`` is or contains."""
+    """Iterate over the loaded models in ``model``, itself included."""
     return (module for module in model.modules() if module in _records)
 
 
 def find_surrounding_loads(module: nn.Module) -> Iterator[nn.Module]:
-    """All loaded models that ``module`` is a part of."""
+    """Iterate over the loaded models that contain ``module``."""
     return (model for model in list(_records) if any(part is module for part in model.modules()))
 
 
 def find_record(model: nn.Module) -> LoadRecord | None:
-    """The record of ``model`` itself; None if zerostart did not load it."""
+    """Return the record of ``model`` itself; None if zerostart did not load it."""
     return _records.get(model)
 
 
 def get_record(model: nn.Module) -> LoadRecord:
-    """The record of ``model``; raises ConfigError if zerostart did not load it."""
-    found = _records.get(unwrap_loaded(model))
-    if found is None:
+    """Return the record of the loaded model in ``model``. Raises ConfigError without one."""
+    record = _records.get(unwrap_loaded(model))
+    if record is None:
         raise ConfigError(
             f"this {type(model).__name__} was not loaded by zerostart, so there is no report of its load"
         )
-    return found
+    return record
 
 
 def find_loaded_parts(model: nn.Module) -> list[tuple[str, nn.Module, LoadRecord]]:
-    """Prefix, module and record of each load that is part of ``model``: of the model itself, it alone."""
-    found: list[tuple[str, nn.Module, LoadRecord]] = []
+    """Return prefix, module and record of each outermost load in ``model``."""
+    parts: list[tuple[str, nn.Module, LoadRecord]] = []
     inside: set[int] = set()
     for name, module in model.named_modules():
         record = find_record(module)
         if record is not None and id(module) not in inside:
-            found.append((f"{name}." if name else "", module, record))
-            # named_modules goes from the outside to the inside: the outermost load counts, and loads within
-            # it are its parts.
+            parts.append((f"{name}." if name else "", module, record))
+            # named_modules goes from the outside to the inside.
             inside.update(id(part) for part in module.modules())
-    return found
+    return parts
 
 
 def get_report(model: nn.Module) -> Report:
-    """What the load of ``model`` did, or all loads of its parts together.
+    """Return the report of ``model``, or one report for all loads of its parts.
 
-    Raises ConfigError where no part of it was loaded.
+    Raises ConfigError if zerostart loaded no part of it.
     """
     inner = unwrap_model(model)
     parts = find_loaded_parts(inner)
@@ -163,63 +157,62 @@ def get_report(model: nn.Module) -> Report:
     sums = {name: _sum([getattr(report, name) for report in every]) for name in _SUMMED}
     shared = {name: _common(getattr(report, name) for report in every) for name in _SHARED}
     phases = {key: sum(report.phases[key] for report in every) for key in first.phases}
-    # Each figure is of its own field's type, which a dictionary of them all cannot say.
+    # The dictionaries have values of several types.
     return replace(first, **joined, **sums, **shared, phases=phases)  # type: ignore[arg-type]
 
 
 def _sum(values: list[int | None]) -> int | None:
-    """The sum; None where one of them is not known."""
-    known = [value for value in values if value is not None]
-    return sum(known) if len(known) == len(values) else None
+    """Return the sum; None if one value is unknown."""
+    numbers = [value for value in values if value is not None]
+    return sum(numbers) if len(numbers) == len(values) else None
 
 
 def _common(values: Iterable[object]) -> object:
-    found = list(dict.fromkeys(values))
-    if len(found) == 1:
-        return found[0]
-    return ", ".join(map(str, found)) if isinstance(found[0], str) else None
+    distinct = list(dict.fromkeys(values))
+    if len(distinct) == 1:
+        return distinct[0]
+    return ", ".join(map(str, distinct)) if isinstance(distinct[0], str) else None
 
 
-#: Packages whose modules are put around a whole model; PEFT's have parameters of their own.
+#: Packages with wrappers that add no parameters, unlike PEFT's.
 _AROUND = ("torch", "deepspeed", "accelerate")
 
 
 @dataclass(frozen=True)
 class LogicalTensor:
-    """One parameter or persistent buffer of a live model, whole by its name, of which a rank has a shard."""
+    """A parameter or persistent buffer of a live model, with this rank's shard."""
 
-    #: The one that it was loaded under.
+    #: Name under which it was loaded.
     name: str
-    #: The one in the model as it is now, where wrappers may have come between.
+    #: Name in the current model, with its wrappers.
     current_name: str
     shard: Shard
     is_parameter: bool
-    #: Whether it takes gradients.
+    #: True if it takes gradients.
     trained: bool
-    #: If any, it is asked for what is saved in the place of some elements, with the place of the first in the
-    #: shard's storage.
+    #: Returns the values to save instead of some elements; takes the index of the first in the storage.
     change: Callable[[int, torch.Tensor], torch.Tensor] | None = None
 
 
 def find_shards(module: nn.Module, world: World) -> dict[str, Shard]:
-    """The shards in which any engine holds parameters of ``module``, by name, aliases included."""
-    found: dict[str, Shard] = {}
+    """Return the shards of all engines in ``module`` by parameter name, aliases included."""
+    shards: dict[str, Shard] = {}
     for engine in engine_families():
-        found.update(engine.find_shards(module, world))
-    return found
+        shards.update(engine.find_shards(module, world))
+    return shards
 
 
 class LiveModel:
-    """The tensors of a model as they are now, ties once, and this rank's share of each.
+    """Current tensors of a model, ties once, with this rank's shard of each.
 
-    ``wrapper`` is the model as it was passed; ``module`` is the one inside all wrappers of libraries;
-    ``record`` is that of its load, None for a model that zerostart has not loaded. A view: it holds as long
-    as no forward, step or load replaces parameters.
+    ``wrapper`` is the model that was passed, ``module`` the model inside all wrappers, and ``record`` the
+    record of its load, None if zerostart did not load it. Valid until a forward, step or load replaces
+    parameters.
     """
 
     def __init__(self, model: nn.Module, world: World) -> None:
         """``model`` may be inner_module by an engine, torch, accelerate or PEFT."""
-        # Parameters are told by their objects in all that follows, and a forward may have left others there.
+        # A forward may have left other parameter objects in the model.
         for engine in engine_families():
             engine.put_to_rest(model)
         self.world = world
@@ -232,27 +225,24 @@ class LiveModel:
                 break
             self._outer = inner
 
-    # The shards: engines are asked once, and by the parameters' objects all else is looked up.
-
     @cached_property
     def sharded(self) -> Mapping[int, Shard]:
-        """This rank's share of each parameter that an engine has sharded, by the parameter's ``id``."""
+        """This rank's shard of each sharded parameter, by the parameter's ``id``."""
         outer, parts = self._outer, find_loaded_parts(self._outer)
         named = dict(outer.named_parameters(remove_duplicate=False))
         loaded = {id(p) for _, part, _ in parts for p in part.parameters()}
-        # Engines search the whole model, which takes its time: only where a parameter is no load's (the model
-        # is not ours, or adapters were added to it).
+        # Searching the whole model is slow: only for parameters of no load, such as added adapters.
         added = any(id(p) not in loaded for p in named.values())
         shards = find_shards(outer, self.world) if added else {}
-        # A record knows more than can be seen: experts and slices look like whole tensors.
+        # Experts and slices look like whole tensors: only the record knows them.
         for prefix, part, record in parts:
             shards.update({prefix + name: shard for name, shard in record.shards(part).items()})
         return {id(named[name]): shard for name, shard in shards.items()}
 
     def shard_of(self, name: str, parameter: torch.Tensor) -> Shard:
-        """This rank's share of ``parameter``, which every rank has whole where no engine has sharded it.
+        """Return this rank's shard of ``parameter``; whole if no engine has sharded it.
 
-        Raises EngineError for an expert that has other values under one name on other ranks.
+        Raises EngineError for experts of DeepSpeed's MoE, which have one name on several ranks.
         """
         if (shard := self.sharded.get(id(parameter))) is not None:
             return shard
@@ -264,43 +254,43 @@ class LiveModel:
         return whole_shard(name, parameter, self.world)
 
     def named_shards(self) -> dict[str, Shard]:
-        """This rank's share of every parameter and buffer by its current name, aliases included."""
+        """Return this rank's shards of parameters and buffers by current name, aliases included."""
         module = self.module
         shards = {n: self.shard_of(n, p) for n, p in module.named_parameters(remove_duplicate=False)}
         for name, buffer in module.named_buffers(remove_duplicate=False):
             shards[name] = whole_shard(name, buffer, self.world)
         return shards
 
-    # By first names, as training states have them: of tied parameters the first in the model's order.
+    # Training states use first names: of tied parameters the first in the model's order.
 
     @cached_property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Each parameter once, by its first name; of what lies around ``module`` by the name there."""
+        """Parameters by first name, those of wrappers included."""
         return {name: p for name, p in self._named() if self._names[id(p)] == name}
 
     @cached_property
     def shards(self) -> dict[str, Shard]:
-        """This rank's share of each of ``parameters``. Raises EngineError as ``shard_of``."""
+        """This rank's shard of each of ``parameters``. Raises EngineError as ``shard_of``."""
         return {name: self.shard_of(name, p) for name, p in self.parameters.items()}
 
     @cached_property
     def ties(self) -> dict[str, str]:
-        """The first name of each other name of a tied parameter."""
+        """First name by each other name of a tied parameter."""
         return {name: first for name, p in self._named() if (first := self._names[id(p)]) != name}
 
     @cached_property
     def buffers(self) -> dict[str, torch.Tensor]:
-        """The persistent buffers, whole on every rank."""
+        """Persistent buffers, whole on every rank."""
         return {plain_name(name): tensor for name, tensor, buffer in state_names(self.module) if buffer}
 
     @cached_property
     def wrapper_buffers(self) -> dict[str, torch.Tensor]:
-        """Buffers of what is inner_module around ``module`` (``AveragedModel.n_averaged``)."""
+        """Buffers of wrappers around ``module`` (``AveragedModel.n_averaged``)."""
         inside = {id(tensor) for _, tensor, buffer in state_names(self.module) if buffer}
         return {n: t for n, t, buffer in state_names(self.wrapper) if buffer and id(t) not in inside}
 
     def name_of(self, parameter: torch.Tensor) -> str:
-        """The first name of a parameter; raises ConfigError for one that is not the model's."""
+        """Return the first name of a parameter. Raises ConfigError if the model lacks it."""
         if (name := self._names.get(id(parameter))) is not None:
             return name
         raise ConfigError(
@@ -321,19 +311,18 @@ class LiveModel:
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
             inside.add(id(parameter))
             yield plain_name(name), parameter
-        # Then what wrappers have added around the model (adapters of PEFT, say), which the model does not
-        # see. After the model's own, so that a first name is the model's where both have one.
+        # Then parameters of wrappers, such as PEFT's adapters. The model's own names come first.
         for name, parameter in self._outer.named_parameters():
             if id(parameter) not in inside:
                 yield plain_name(name), parameter
 
-    # By the names of the checkpoint, as saves and digests have them.
+    # Saves and digests use the names of the checkpoint.
 
     def tensors(self) -> tuple[list[LogicalTensor], dict[str, str]]:
-        """Parameters and persistent buffers in the order of the state dict, and which name follows which.
+        """Return tensors in state-dict order, and the first name of each tied name.
 
-        A tied tensor has the name that it was loaded under, so that it goes back to where it was. Raises
-        EngineError as ``shard_of``, and ConfigError for a tensor without values.
+        A tied tensor has the name under which it was loaded. Raises EngineError as ``shard_of``, and
+        ConfigError for a tensor on meta.
         """
         recipes = self.record.recipes if self.record is not None else {}
         followers = set(library_of(self.module).ties(self.module))
@@ -341,21 +330,21 @@ class LiveModel:
         named = list(state_names(self.module))
         for name, tensor, _ in named:
             before = chosen.get(id(tensor))
-            # The name that it was loaded under, then one that follows no other, then the first.
+            # Prefer the name of the load, then a name that the library ties to no other, then the first.
             if (
                 before is None
                 or (plain_name(before) not in recipes and plain_name(name) in recipes)
                 or (before in followers and name not in followers and plain_name(before) not in recipes)
             ):
                 chosen[id(tensor)] = name
-        found, tied = [], {}
+        tensors, tied = [], {}
         for name, tensor, _ in named:
             first = chosen[id(tensor)]
             if first != name:
                 tied[plain_name(name)] = plain_name(first)
                 continue
             is_parameter = isinstance(tensor, nn.Parameter)
-            # Ranks may have buffers with other values (statistics of their batches): the first's count.
+            # Buffers may differ between ranks (statistics of batches): save those of rank 0.
             shard = (
                 self.shard_of(name, tensor) if is_parameter else first_rank_shard(name, tensor, self.world)
             )
@@ -365,23 +354,23 @@ class LiveModel:
                     "model, or give it values (to_empty, and its own initialiser), first"
                 )
             trained = is_parameter and tensor.requires_grad
-            found.append(LogicalTensor(plain_name(name), name, shard, is_parameter, trained))
-        return found, tied
+            tensors.append(LogicalTensor(plain_name(name), name, shard, is_parameter, trained))
+        return tensors, tied
 
     def drop_gathered(self) -> None:
-        """Drop gathered copies of parameters whose shards have changed, for engines that keep such."""
+        """Drop gathered copies of parameters after their shards have changed."""
         for engine in engine_families():
             engine.drop_gathered(self.parameters.values())
 
     @property
     def plain_names(self) -> Mapping[str, str]:
-        """Of each name of the state dict the one in the unsharded model, tied names included."""
-        # A name that was loaded is one, though it reads like a wrapper's (`base_layer`).
+        """Names in the unsharded model by state-dict name, tied names included."""
+        # A loaded name is plain, even if it looks like a wrapper's (`base_layer`).
         parts = find_loaded_parts(self.module)
         loaded = {prefix + name for prefix, _, record in parts for name in record.recipes}
         return {name: name if name in loaded else plain_name(name) for name, _, _ in state_names(self.module)}
 
     def check_loaded(self) -> None:
-        """Raise ConfigError where no part of the model was loaded by zerostart."""
+        """Raise ConfigError if zerostart loaded no part of the model."""
         if not find_loaded_parts(self.module):
-            get_record(self.wrapper)  # which says so
+            get_record(self.wrapper)

@@ -1,4 +1,4 @@
-"""The report of a load."""
+"""Measure and describe a load."""
 
 from __future__ import annotations
 
@@ -36,48 +36,48 @@ class Clock:
 
 @dataclass(frozen=True)
 class Report:
-    """What the load did on one rank: seconds, bytes, peak memory, and names of tensors by kind.
+    """Seconds, bytes, peak memory and tensor names of a load on one rank.
 
-    Names are state-dict names of the unsharded model. Peaks are bytes above the level before the load, the
-    final shards included.
+    Names are state-dict names of the unsharded model. Peaks are bytes above the level before the load,
+    including the final shards.
     """
 
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     mismatched: tuple[str, ...] = ()
-    #: Shapes, in the checkpoint and in the model, of what was initialised since they differ, which
-    #: ``from_pretrained(ignore_mismatched_sizes=True)`` asks for.
+    #: Shapes in checkpoint and model of tensors that ``from_pretrained(ignore_mismatched_sizes=True)``
+    #: initialised.
     reinitialised: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
     initialised: tuple[str, ...] = ()
     converted: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
-    #: Those of ``initialised`` that every rank had to make whole.
+    #: Names in ``initialised`` that every rank had to initialise whole.
     initialised_whole: tuple[str, ...] = ()
-    #: Names that a conversion calculated.
+    #: Names of tensors that a conversion calculated.
     computed: tuple[str, ...] = ()
-    #: Those of ``computed`` that needed whole tensors, which no memory limit bounds.
+    #: Names in ``computed`` that needed whole tensors, without a memory limit.
     computed_whole: tuple[str, ...] = ()
-    #: The method with which the checkpoint is quantised, if it was dequantised.
+    #: Quantisation method of a dequantised checkpoint.
     dequantised: str = ""
     #: Seconds: ``plan, build, read, total``.
     phases: dict[str, float] = field(default_factory=dict)
-    #: Bytes that this rank read, for others too.
+    #: Bytes that this rank read, also for other ranks.
     read_bytes: int = 0
     planned_bytes: int = 0
-    #: Bytes that came from other ranks.
+    #: Bytes received from other ranks.
     exchanged_bytes: int = 0
-    #: In words, how the bytes were read.
+    #: Description of the read strategy.
     reading: str = ""
     #: Anonymous host memory.
     peak_host_bytes: int = 0
-    #: None where the device's allocator counts nothing.
+    #: None if the device's allocator has no statistics.
     peak_device_bytes: int | None = 0
     rank: int = 0
     world_size: int = 1
     engine: str = ""
-    #: Why it is this engine, in a few words.
+    #: Reason for the choice of the engine.
     engine_reason: str = ""
-    #: Where parameters that are whole on every rank lie; None where none are.
+    #: Memory of parameters that every rank holds whole; None without such parameters.
     tier: Residence | None = None
 
     def __str__(self) -> str:
@@ -118,12 +118,12 @@ class Report:
 
     def _rate(self) -> str:
         seconds = self.phases.get("read", 0.0)
-        moved = self.read_bytes + self.exchanged_bytes
-        return f" at {decimal(int(moved / seconds))}/s" if seconds > 0 and moved else ""
+        nbytes = self.read_bytes + self.exchanged_bytes
+        return f" at {decimal(int(nbytes / seconds))}/s" if seconds > 0 and nbytes else ""
 
 
 def _named(kind: str, names: tuple[str, ...], shown: int = 5) -> list[str]:
     if not names:
         return []
-    rest = f", and {len(names) - shown} more" if len(names) > shown else ""
-    return [f"  {kind} ({len(names)}): {', '.join(map(printable, names[:shown]))}{rest}"]
+    more = f", and {len(names) - shown} more" if len(names) > shown else ""
+    return [f"  {kind} ({len(names)}): {', '.join(map(printable, names[:shown]))}{more}"]

@@ -1,4 +1,4 @@
-"""A live model in training: what its engine or its optimizer keeps for each parameter, as logical tensors."""
+"""Find masters, moments and gradients of a live model in training."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from zerostart.live.model import LiveModel
 
 @dataclass(frozen=True)
 class StateTensor:
-    """A tensor that is kept for the parameter ``name``, element by element: this rank's share of it.
+    """This rank's shard of a tensor that belongs to the parameter ``name``, element by element.
 
-    ``key`` says what it is: ``master``, ``gradient``, or the key in the optimizer's state.
+    ``key`` is ``master``, ``gradient``, or the key in the optimizer's state.
     """
 
     name: str
@@ -38,42 +38,41 @@ class StateTensor:
 
 
 def training_state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> TrainingState:
-    """What is kept for ``model`` in training, by the engine that trains it or by ``optimizer`` alone.
+    """Return the training state of ``model``, kept by its engine or by ``optimizer``.
 
-    Raises ConfigError and EngineError for a state that cannot be read where it is.
+    Raises ConfigError and EngineError for a state that cannot be read.
     """
     states = (engine.training_state(model, optimizer) for engine in engine_families())
-    found = next((state for state in states if state is not None), None)
-    return OptimizerState(model, optimizer) if found is None else found
+    state = next((state for state in states if state is not None), None)
+    return OptimizerState(model, optimizer) if state is None else state
 
 
 class LiveTraining(LiveModel):
-    """A live model with its training state, whoever keeps that: a torch optimizer, or an engine."""
+    """A live model with the training state of its engine or torch optimizer."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, world: World) -> None:
         """``model`` and ``optimizer`` are as ``zerostart.save_state`` takes them.
 
-        Raises ConfigError and EngineError for what cannot be saved or restored as it is given.
+        Raises ConfigError and EngineError for a state that cannot be saved or restored.
         """
         self.state = training_state(model, optimizer)
         super().__init__(model, world)
 
     @property
     def steps(self) -> Sequence[Stepped]:
-        """What is stepped: parameters, or masters of runs of them."""
+        """Tensors that the optimizer steps: parameters, or masters of runs of them."""
         return self.state.steps
 
     def masters(self) -> Iterator[StateTensor]:
-        """The copies that are stepped in the place of parameters."""
+        """Iterate over the copies that the optimizer steps instead of parameters."""
         for step in self.steps:
-            # Where the parameter is stepped itself, there is no copy: the parameter is saved as such.
             if not step.is_parameter:
                 yield from self._members(step, "master", step.tensor)
 
     def moments(self) -> Iterator[StateTensor]:
-        """The tensors of the optimizer's state with an element for each of the parameter's, as they are now.
+        """Iterate over state tensors with one element for each element of a parameter.
 
-        Raises ConfigError for what is neither a number nor a tensor.
+        Raises ConfigError for a value that is neither a number nor a tensor.
         """
         for step in self.steps:
             elementwise = is_elementwise(step)
@@ -84,7 +83,7 @@ class LiveTraining(LiveModel):
                         "cannot be "
                         "saved: its name must be a string without slashes"
                     )
-                # Numbers go into the document, and states of other shapes as each rank has them.
+                # Numbers go into the JSON document; each rank saves states of other shapes as they are.
                 if is_number(key, value, step) or (isinstance(value, torch.Tensor) and not elementwise):
                     continue
                 if not isinstance(value, torch.Tensor) or value.shape != step.tensor.shape:
@@ -97,14 +96,14 @@ class LiveTraining(LiveModel):
                 yield from self._members(step, key, value)
 
     def gradients(self) -> Iterator[StateTensor]:
-        """The reduced gradients that no step has used yet.
+        """Iterate over reduced gradients that no step has used yet.
 
-        Raises ConfigError where gradients are not reduced.
+        Raises ConfigError if gradients are not reduced.
         """
         return self.shard_gradients(self.state.gradients(self._is_replicated))
 
     def shard_gradients(self, gradients: Sequence[Gradient]) -> Iterator[StateTensor]:
-        """Gradients, or the room for them, each with its share of the parameter."""
+        """Iterate over gradients, or memory for them, with the shard of each."""
         for member, gradient in gradients:
             name = self.name_of(member.parameter)
             yield StateTensor(name, "gradient", member_shard(member, self.shards[name], gradient))
@@ -119,28 +118,27 @@ class LiveTraining(LiveModel):
 
 
 def member_shard(member: Member, shard: Shard, values: torch.Tensor) -> Shard:
-    """The share of a member in what is stepped, or in a tensor like it: one of its state, or the gradient.
+    """Return a member's shard of a stepped tensor, a state tensor or a gradient.
 
-    ``values`` have the elements of all members of a step, or those of the member alone.
+    ``values`` have the elements of all members of a step, or only those of the member.
     """
     whole = tuple(values.shape) == shard.layout.shape and values.numel() == member.count
-    # A small parameter's padding has its shape, too.
+    # The padding of a small parameter may have its shape.
     whole = whole and shard.layout.owned >= member.count
     if whole and member.first is None and not isinstance(values, DTensor):
-        return laid_out(shard, values)  # it lies in memory in an order of its own
-    # Else the values are one run: of this member alone, or of all members of the step, of which it has a
-    # part.
+        return laid_out(shard, values)  # in the memory order of the values
+    # Otherwise the values are one run, of this member or of all members of the step.
     local = (values.to_local() if isinstance(values, DTensor) else values).detach().view(-1)
     storage = local if local.numel() == member.count else local[member.at : member.at + member.count]
     if member.first is None:
         return replace(shard, storage=storage)
     layout = narrowed(shard.layout, member.first, member.first + member.count)
-    # Who has the other runs nobody asks here: they have no elements in common.
+    # The other ranks' runs have no elements in common with this one, and are not needed here.
     return Shard(shard.name, layout, storage, lambda _: layout, shard.stepped)
 
 
 def is_elementwise(step: Stepped) -> bool:
-    """Whether each tensor of a state has one plain element for each element that is stepped."""
+    """Return True if each state tensor has one plain element for each stepped element."""
     tensors = [value for value in step.state.values() if isinstance(value, torch.Tensor) and value.dim()]
     if not step.tensor.dim():
         return True
@@ -152,9 +150,9 @@ def _keeps_others(value: torch.Tensor) -> bool:
 
 
 def is_number(key: str, value: object, step: Stepped) -> bool:
-    """Whether an entry of a state is a number, which is the same for every element."""
+    """Return True if a state entry is a number, equal for all elements."""
     if isinstance(value, (bool, int, float)) or value is None:
         return True
-    # A parameter without dimensions has moments without dimensions: only its ``step`` is a number then.
+    # Moments of a scalar parameter are scalars: only its ``step`` is a number.
     shaped = step.tensor.dim() == 0 and key != "step"
     return isinstance(value, torch.Tensor) and value.dim() == 0 and not shaped
