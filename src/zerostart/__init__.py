@@ -1,10 +1,10 @@
-"""zerostart: a pretrained checkpoint straight into a sharded model that is ready to train.
+"""Load pretrained checkpoints already sharded into models that are ready to train.
 
     import torch.distributed as dist, zerostart
     dist.init_process_group()
     model = zerostart.load("path/or/hub-id", engine="deepspeed", zero_stage=3)
 
-Imports of torch and of the engines wait until a verb is called, so that the command line starts at once.
+torch and the engines are imported at the first call, so the command line starts quickly.
 """
 
 from __future__ import annotations
@@ -89,67 +89,63 @@ def load(
     exchange: bool | None = None,
     trust_remote_code: bool = False,
 ) -> nn.Module:
-    """Load a checkpoint into a sharded model; every rank reads only the bytes that it will own.
+    """Load a checkpoint into a sharded model; each rank reads only its own bytes.
 
-    Collective: call it on every rank of an initialised ``torch.distributed`` process group, or alone with
-    none. The result goes unchanged to ``deepspeed.initialize``, ``accelerator.prepare``, the HF ``Trainer``,
-    or a plain FSDP2 loop. Like ``from_pretrained`` it is in evaluation mode.
+    Collective: call it on every rank of an initialised ``torch.distributed`` process group, or in one process
+    without a group. The result goes unchanged to ``deepspeed.initialize``, ``accelerator.prepare``, the HF
+    ``Trainer`` or a plain FSDP2 loop. It is in evaluation mode, like the result of ``from_pretrained``.
 
     Args:
-        source: a directory, a ``.safetensors`` file, a file of ``torch.save`` (weights are read as data, no
-            code in it is run), a directory that DeepSpeed, ``torch.distributed.checkpoint`` or accelerate
-            saved while training, a hub id (fetched where the local cache has it not), the URL of a file or a
-            directory (``docs/stores.md``), or a mapping of name to tensor. Of a diffusers pipeline it is the
-            component of the class of ``model``. A file with no configuration and a mapping need ``model``; a
-            mapping is held by every rank, and must not change during the load. None on every rank: there is
-            no checkpoint, see ``docs/starting.md``.
-        model: a module on the meta device, a class, or a callable that builds one; without it, the class that
-            the checkpoint's configuration names. Without a source a configuration too, initialised as the
-            unsharded model from the same seed; or a module with values, the same on every rank, which
-            is sharded itself.
-        engine: ``"deepspeed"`` or ``"fsdp2"``; None for the one that ``accelerate launch`` has set up, else
-            DeepSpeed where it is installed, else FSDP2; the report says which it is, and why.
-        zero_stage: 3 shards parameters. At 1 and 2 on DeepSpeed, and at 0, they are whole on every rank:
-            views into a flat buffer, which DeepSpeed's optimizer takes as its own, in the dtype to which
-            DeepSpeed casts them; 0 on FSDP2 is for DistributedDataParallel. At 1 and 2 FSDP2 shards them at
-            rest, and gathers them less often. See ``docs/placements.md``.
-        engine_config: a mapping, or the path of a JSON file that holds it. For DeepSpeed its configuration;
-            for FSDP2 keyword arguments of ``fully_shard`` (``mesh``, ``reshard_after_forward``,
-            ``shard_placement_fn``, ``mp_policy``, ``offload_policy``), ``replicate``, the number of replicas
-            (HSDP), and ``wrap``, the units: classes, their names, or names of modules such as
-            ``model.layers.*``. For both, ``ep_plan`` and ``tp_plan`` in the place of the plans that the model
-            declares. See ``docs/placements.md``.
-        expert_parallel: ranks that share the experts of a mixture: each holds its own alone, and tokens
-            travel to them. Divides the number of ranks; where tensors are shared too, ``docs/parallelism.md``
-            says how the two go together.
-        tensor_parallel: ranks that share tensors and see one batch: by the model's tensor-parallel plan, or
-            on DeepSpeed as its section ``tensor_parallel`` says, whose ``autotp_size`` counts where this is
-            1. Divides the number of ranks. See ``docs/parallelism.md``.
-        sequence_parallel: ranks that share each sequence of a batch: attention heads travel between them
-            (DeepSpeed's Ulysses, stages 1 to 3) or keys and values do (context parallelism, FSDP2). It cuts
-            no parameter. Divides the number of ranks; see ``docs/parallelism.md``.
-        dtype: floating dtype of the model, or its name (``"bfloat16"``); None keeps the checkpoint's own (its
-            configuration's, else the stored one), or the one that ``engine_config`` asks for.
-        converter: None for the conversions that transformers or diffusers registers for the model, a callable
-            from state dict to state dict, or a list of transformers conversions.
-        memory_limit: most bytes of staging buffers on this rank.
-        chunk_size: most bytes of one read.
-        strict: raise on missing, unexpected and mismatched tensors before weights are read; if False,
-            initialise what is missing, ignore what is unexpected, and still raise on a mismatch.
-        progress: show a progress bar on rank 0 where a terminal is attached.
-        fp32_masters: where parameters hold less than the checkpoint stores (bf16 from fp32), have fp32 master
-            weights start from the stored values and not from their rounding. With DeepSpeed the masters are
-            read when ``deepspeed.initialize`` makes them, so that the source must still be there, unchanged
-            (a mapping too, which is not kept alive for it). With FSDP2 and an ``mp_policy`` that computes in
-            ``dtype``, the sharded parameters are the masters, and are held in fp32.
-        exchange: True: replicas read a share each and exchange it (at stages 1 and 2 the whole parameters);
-            False: each rank reads all that it needs; None: exchange where ranks do not share a page cache,
-            at stages 1 and 2 on accelerators only.
-        trust_remote_code: run the code that lies beside the checkpoint (transformers' ``auto_map``), where
-            the model's class is there. Without it none is run, and nobody is asked.
+        source: a directory, a ``.safetensors`` file, a file of ``torch.save`` (read as data: no code in it is
+            run), a directory that DeepSpeed, ``torch.distributed.checkpoint`` or accelerate saved in
+            training, a hub id (downloaded if the local cache lacks it), the URL of a file or directory
+            (``docs/stores.md``), or a mapping of name to tensor. In a diffusers pipeline the component with
+            the class of ``model`` is loaded. A mapping, or a file without a configuration, needs ``model``.
+            Every rank passes the same mapping, and does not change it during the load. None on every rank: no
+            checkpoint, see ``docs/starting.md``.
+        model: a module on the meta device, a class, or a callable that builds a module; None: the class that
+            the checkpoint's configuration names. Without a source also a configuration, initialised as the
+            unsharded model with the same seed, or a module with values, equal on every rank.
+        engine: ``"deepspeed"`` or ``"fsdp2"``. None: the engine of ``accelerate launch``, otherwise DeepSpeed
+            if it is installed, otherwise FSDP2. The report has the engine and the reason.
+        zero_stage: 3 shards parameters. On DeepSpeed at 1 and 2, and at 0, parameters are whole on every
+            rank: views of a flat buffer, which DeepSpeed's optimizer takes over, in the dtype of DeepSpeed's
+            cast. 0 on FSDP2 is for DistributedDataParallel. At 1 and 2 FSDP2 shards parameters between steps,
+            and gathers them less often. See ``docs/placements.md``.
+        engine_config: a mapping, or the path of its JSON file. For DeepSpeed: its configuration. For FSDP2:
+            keyword arguments of ``fully_shard`` (``mesh``, ``reshard_after_forward``, ``shard_placement_fn``,
+            ``mp_policy``, ``offload_policy``), ``replicate``, the number of replicas (HSDP), and ``wrap``,
+            the units: classes, class names, or module names such as ``model.layers.*``. For both: ``ep_plan``
+            and ``tp_plan`` to replace the model's own plans. See ``docs/placements.md``.
+        expert_parallel: number of ranks over which the experts are divided; tokens are sent to them. Divides
+            the number of ranks. See ``docs/parallelism.md``, also for experts together with tensors.
+        tensor_parallel: number of ranks that slice tensors and see one batch, by the model's tensor-parallel
+            plan or DeepSpeed's section ``tensor_parallel`` (its ``autotp_size`` counts if this is 1). Divides
+            the number of ranks.
+        sequence_parallel: number of ranks that share each sequence of a batch. They exchange attention heads
+            (DeepSpeed's Ulysses, stages 1 to 3) or keys and values (context parallelism, FSDP2). Divides the
+            number of ranks.
+        dtype: floating dtype of the model, or its name (``"bfloat16"``). None: the dtype of
+            ``engine_config``, otherwise of the checkpoint's configuration, otherwise the stored one.
+        converter: a callable from state dict to state dict, or a list of transformers conversions. None: the
+            conversions that transformers or diffusers registers for the model.
+        memory_limit: maximum size of the staging buffers of this rank, in bytes.
+        chunk_size: maximum size of one read, in bytes.
+        strict: raise on missing, unexpected and mismatched tensors before weights are read. If False,
+            initialise missing tensors, ignore unexpected ones, and still raise on a mismatch.
+        progress: show a progress bar on rank 0 if a terminal is attached.
+        fp32_masters: start fp32 master weights from the stored values if parameters have a smaller dtype than
+            the checkpoint (bf16 from fp32). DeepSpeed's masters are read in ``deepspeed.initialize``, so the
+            source must still exist, unchanged; a mapping is not kept alive. With FSDP2 and an ``mp_policy``
+            that computes in ``dtype``, the shards are the masters, in fp32.
+        exchange: True: each replica reads a part and the replicas exchange it (at stages 1 and 2 whole
+            parameters). False: each rank reads all bytes that it needs. None: exchange if ranks share no page
+            cache, at stages 1 and 2 only on accelerators.
+        trust_remote_code: run the model code of the checkpoint's directory (transformers' ``auto_map``).
+            Without it no such code is run, and there is no prompt.
 
     Raises:
-        ZerostartError: the same type and text on every rank; see ``zerostart.errors`` for the leaves.
+        ZerostartError: the same type and text on every rank; see ``zerostart.errors``.
 
     Example:
         >>> import torch, zerostart
@@ -190,7 +186,7 @@ def plan(
     optimizer: str | None = None,
     trust_remote_code: bool = False,
 ) -> WorldPlan:
-    """Forecast what every rank of ``world_size`` would read and hold; reads headers, needs no process group.
+    """Forecast reads and memory of each rank from file headers, in one process.
 
     All other arguments are those of ``load``. An ``engine_config`` that keeps shards on the host or on NVMe,
     makes replicas, or shards along another dimension is followed. Each rank reads its own bytes in a
@@ -198,28 +194,27 @@ def plan(
     quicker. See ``docs/forecast.md`` for what is counted.
 
     Args:
-        device_memory: bytes of one accelerator; given, ranks compute on accelerators wherever the plan is
-            made. Without it and ``host_memory``, the limits of a job of up to eight ranks are this machine's.
-        host_memory: bytes of one machine, which up to eight ranks share.
-        storage_rate: bytes a second that one machine gets from its disk or over its link to storage; None:
-            2 GB/s, or no limit for a checkpoint that is in the page cache.
+        device_memory: memory of one accelerator, in bytes; ranks then compute on accelerators. Without it and
+            ``host_memory``, jobs of up to eight ranks are compared with this machine.
+        host_memory: memory of one machine for up to eight ranks, in bytes.
+        storage_rate: bytes a second from storage to one machine; None: 2 GB/s, or no limit for a checkpoint
+            in the page cache.
         interconnect_rate: bytes a second that one rank sends or receives; None: 1 GB/s.
-        optimizer: ``"adamw"``, ``"adam"``, ``"momentum"`` and ``"sgd"`` are torch's,
-            ``"fused_adamw"`` is one in fused kernels; None: the one that a DeepSpeed configuration names,
-            else AdamW.
+        optimizer: ``"adamw"``, ``"adam"``, ``"momentum"`` and ``"sgd"`` are torch's, ``"fused_adamw"`` has
+            fused kernels; None: the optimizer of a DeepSpeed configuration, otherwise AdamW.
 
     Returns:
         WorldPlan: ``ranks`` with bytes, operations, peaks of the load, seconds, and ``memory`` by phase and
         component; ``fits``. All sizes are bytes, all times seconds.
 
     Raises:
-        ZerostartError: what ``load`` with ``strict=False`` would raise before reading weights.
+        ZerostartError: the errors of ``load(strict=False)`` before weights are read.
 
     Example:
         >>> import torch, zerostart
         >>> weights = {"weight": torch.ones(1000, 3)}
-        >>> made = zerostart.plan(weights, 4, model=lambda: torch.nn.Linear(3, 1000, bias=False))
-        >>> [rank.read_bytes for rank in made.ranks]
+        >>> plan = zerostart.plan(weights, 4, model=lambda: torch.nn.Linear(3, 1000, bias=False))
+        >>> [rank.read_bytes for rank in plan.ranks]
         [3000, 3000, 3000, 3000]
     """
     arguments = locals()
@@ -232,18 +227,18 @@ def plan(
 
 
 def report(model: nn.Module) -> Report:
-    """Report what the load of ``model`` (or of the model inside an engine's wrapper) did on this rank.
+    """Return this rank's report of the load of ``model``, which may be inside wrappers.
 
-    Of a module that was put together out of several loads it is what they did together: names with their
-    prefixes, and seconds, bytes and peaks summed up. Raises ConfigError for a model that was not loaded here.
+    For a module of several loads the report joins them: names get prefixes, and seconds, bytes and peaks are
+    summed. Raises ConfigError if zerostart did not load the model.
 
     Example:
         >>> import torch, zerostart
         >>> weights = {"weight": torch.ones(2, 3)}
         >>> make = lambda: torch.nn.Linear(3, 2)
         >>> model = zerostart.load(weights, make, engine="fsdp2", strict=False, progress=False)
-        >>> found = zerostart.report(model)
-        >>> found.missing, found.read_bytes
+        >>> report = zerostart.report(model)
+        >>> report.missing, report.read_bytes
         (('bias',), 24)
     """
     from zerostart.live.model import get_report
@@ -252,11 +247,11 @@ def report(model: nn.Module) -> Report:
 
 
 def full_tensors(model: nn.Module, rank: int | None = 0) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Iterate over the unsharded model, one whole CPU tensor at a time, by its own state-dict names.
+    """Iterate over whole CPU tensors of the unsharded model by state-dict name.
 
-    Collective: every rank must run through the whole iteration. ``rank`` gets the tensors and the others
-    None; with ``rank=None`` all get them. Parameters and persistent buffers, tied names included. Raises
-    ConfigError for a rank that is not there, and for a model that was not loaded here.
+    Collective: every rank must run the whole iteration. ``rank`` gets the tensors and other ranks get None;
+    with ``rank=None`` all ranks get them. Includes parameters, persistent buffers and tied names. Raises
+    ConfigError if there is no such rank, or if zerostart did not load the model.
 
     Example:
         >>> import torch, zerostart
@@ -273,15 +268,16 @@ def full_tensors(model: nn.Module, rank: int | None = 0) -> Iterator[tuple[str, 
 def gathered(
     model: nn.Module, name: str, modifier_rank: int | None = None
 ) -> AbstractContextManager[torch.Tensor]:
-    """Context manager that gives one whole parameter as a CPU tensor on every rank, experts included.
+    """Gather a whole parameter on every rank as a CPU tensor; a context manager.
 
-    Collective, with the same arguments on every rank; ``name`` is a state-dict name of the unsharded model,
-    or a name that ``model`` itself shows, as PEFT's models have others.
-    ``model`` may be inside wrappers (an engine, DDP, PEFT, ``torch.compile``). With ``modifier_rank`` the
-    elements that that rank has changed go back to what every rank holds, and to DeepSpeed's fp32 masters
-    where there are some; masters of all other elements keep their bits. Raises ConfigError at the end, on
-    every rank, if another rank (or, without ``modifier_rank``, any) has changed its tensor, or if one has
-    another shape or dtype then; the shards are then as they were.
+    Collective, with the same arguments on every rank. ``name`` is a state-dict name of the unsharded model or
+    of ``model`` itself (PEFT's differ). ``model`` may be inside wrappers (an engine, DDP, PEFT,
+    ``torch.compile``). Experts are included.
+
+    With ``modifier_rank``, elements that this rank changes are written back to all shards and to DeepSpeed's
+    fp32 masters; masters of other elements keep their bits. At the end every rank raises ConfigError if
+    another rank has changed its tensor, or if a tensor has another shape or dtype. The shards are then
+    unchanged.
 
     Example:
         >>> import torch, zerostart
@@ -309,25 +305,24 @@ def enabled(
     progress: bool = True,
     fp32_masters: bool = True,
 ) -> AbstractContextManager[None]:
-    """Context manager in which ``from_pretrained`` loads models in shards, where ranks are to share them.
+    """Let ``from_pretrained`` load sharded models, in a context manager.
 
-    That is wherever a DeepSpeed ZeRO or accelerate FSDP2 configuration is active when it is called (of the
-    launcher, an ``Accelerator``, ``TrainingArguments``, ``HfDeepSpeedConfig`` or ``zero.Init``), or where
-    ``engine`` is named; any other call is left alone. All ranks must call it. What ``from_pretrained`` does
-    otherwise (files, dtype, generation configuration, adapters, warnings of missing and unexpected weights)
-    it does; ``distributed_config``, ``tp_plan`` and ``device_mesh`` become the axes of the load, quantised
-    weights are dequantised; ``device_map`` (unless it names the host where there is nothing else) and
-    ``gguf_file`` are refused, with a reason. ``resize_token_embeddings`` of a model
-    that FSDP2 has sharded is collective then, and works until the first forward.
+    It does so if a DeepSpeed ZeRO or accelerate FSDP2 configuration is active at the call (of the launcher,
+    an ``Accelerator``, ``TrainingArguments``, ``HfDeepSpeedConfig`` or ``zero.Init``), or with ``engine``.
+    Other calls are unchanged. All ranks must call ``from_pretrained``. Files, dtype, generation
+    configuration, adapters and warnings are as without zerostart. ``distributed_config``, ``tp_plan`` and
+    ``device_mesh`` become axes of the load, and quantised weights are dequantised. ``gguf_file`` and
+    ``device_map`` (other than the host without an accelerator) are refused with a reason.
+    ``resize_token_embeddings`` of a model on FSDP2 is collective, and works until the first forward.
 
     Args:
-        engine: None for the active configuration's, ``"deepspeed"`` or ``"fsdp2"``.
-        engine_config: with ``engine``, as in ``load``, in the place of the active configuration's.
-        zero_stage: with ``engine``, as in ``load``; None for the configuration's own, or 3.
-        expert_parallel: as in ``load``, and so are the arguments that follow.
+        engine: ``"deepspeed"`` or ``"fsdp2"``; None: the engine of the active configuration.
+        engine_config: with ``engine``, as in ``load``; replaces the active configuration.
+        zero_stage: with ``engine``, as in ``load``; None: the configuration's, or 3.
+        expert_parallel: as in ``load``, like the arguments that follow.
 
     Raises:
-        ZerostartError: inside, at ``from_pretrained`` and ``accelerator.prepare``, the same on every rank.
+        ZerostartError: in ``from_pretrained`` and ``accelerator.prepare``, the same on every rank.
 
     Example:
         >>> import tempfile, transformers, zerostart
@@ -358,7 +353,7 @@ def enable(
     progress: bool = True,
     fp32_masters: bool = True,
 ) -> None:
-    """Turn ``enabled`` on until ``disable`` is called; takes the same arguments, and raises the same.
+    """Turn ``enabled`` on until ``disable`` is called; takes the same arguments.
 
     Example:
         >>> import zerostart
@@ -373,7 +368,7 @@ def enable(
 
 
 def disable() -> None:
-    """Undo the last ``enable``. Raises ConfigError where nothing is enabled.
+    """Undo the last ``enable``. Raises ConfigError without one.
 
     Example:
         >>> import zerostart

@@ -16,9 +16,9 @@ def _is_script(word: str) -> bool:
 
 
 if __name__ == "__main__":
-    given = sys.argv[1:]
-    first = given[0] if given else ""
+    arguments = sys.argv[1:]
+    first = arguments[0] if arguments else ""
     named = first in ("-h", "--help", "--version", "--traceback") or (
         is_command(first) and not _is_script(first)
     )
-    main(given if named else ["run", *given])
+    main(arguments if named else ["run", *arguments])

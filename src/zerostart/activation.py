@@ -1,7 +1,7 @@
 """Activation checkpointing: ``checkpoint`` for a call, ``checkpoint_blocks`` for a model's blocks.
 
-``zerostart`` has them as ``gradient_checkpoint`` and ``checkpoint_blocks``. Nothing heavy is imported before
-one is called.
+``zerostart`` has them as ``gradient_checkpoint`` and ``checkpoint_blocks``. Heavy imports wait for the first
+call.
 """
 
 from __future__ import annotations
@@ -22,19 +22,17 @@ def gradient_checkpoint(
 ) -> Result:
     """Call ``function(*args, **kwargs)`` without keeping its activations; the backward runs it again.
 
-    Values and gradients are those without it, to the bit, on every engine, random numbers included. Keywords
-    stay keywords; tensors may stand anywhere in tuples, lists and dictionaries, need no gradient, and be
-    None; the function may give several. A list or dictionary that it changes (a feature cache) is changed
-    once, as without. Calls may be nested. See ``docs/pipelines.md``.
+    Values and gradients have the same bits as without it on every engine, random numbers included. Arguments
+    may be tuples, lists and dictionaries of tensors or None, also without gradients, and the function may
+    return several values. A list or dictionary that the function changes (a feature cache) is changed once.
+    Calls may be nested. See ``docs/pipelines.md``.
 
     Args:
-        offload: let what has to be kept, the tensors among the arguments that need a gradient, wait in pinned
-            host memory, copied there and back while the device computes (run on one H200, and on
-            the pretend accelerator of the tests). Nothing moves where there is none.
+        offload: keep arguments that need a gradient in pinned host memory until the backward. Without an
+            accelerator nothing is copied. Tested on one H200 and on the simulated accelerator of the tests.
 
     Raises:
-        ConfigError: for a transformers cache with tokens in it, or a list or dictionary of a class of its
-            own that the function changes.
+        ConfigError: for a transformers cache with tokens, or a changed list or dictionary of a subclass.
 
     Example:
         >>> import torch, zerostart
@@ -45,8 +43,8 @@ def gradient_checkpoint(
     """
     from zerostart.engines.gradient_checkpoint import checkpointed
 
-    made: Result = checkpointed(function, args, kwargs, offload)
-    return made
+    result: Result = checkpointed(function, args, kwargs, offload)
+    return result
 
 
 def checkpoint_blocks(
@@ -55,22 +53,21 @@ def checkpoint_blocks(
     offload: bool = False,
     every: int = 1,
 ) -> tuple[str, ...]:
-    """Apply ``gradient_checkpoint`` to the blocks of ``model`` from now on, whatever their code is.
+    """Apply ``gradient_checkpoint`` to the blocks of ``model``.
 
-    Before or after the engine has the model. Nothing of it changes but the ``forward`` of its blocks; names
-    and state dict stay.
+    Call it before or after the engine takes the model. Only the ``forward`` of the blocks changes.
 
     Args:
-        blocks: classes, their names, or names of modules (``transformer.blocks.*``); None: the classes that
-            the model declares as not to be split, else the entries of its outermost ``ModuleList`` modules.
+        blocks: classes, class names, or module names (``transformer.blocks.*``). None: the classes in the
+            model's ``_no_split_modules``, otherwise the entries of its outermost ``ModuleList`` modules.
         offload: as in ``gradient_checkpoint``.
-        every: 1 for each block, 2 for each second, and so on.
+        every: 1 for each block, 2 for each second block, and so on.
 
     Returns:
         The names of the modules.
 
     Raises:
-        ConfigError: where there are no blocks, or ``blocks`` is no list or has an entry that nothing matches.
+        ConfigError: if there are no blocks, or ``blocks`` is not a list or has an entry without a match.
 
     Example:
         >>> import torch, zerostart

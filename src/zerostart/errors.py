@@ -1,8 +1,8 @@
-"""Every error that zerostart raises on purpose, in one tree.
+"""All errors of zerostart, in one tree.
 
-Each leaf is also the builtin that fits, so that a caller can catch either. A message names what is
-concerned (file, tensor, rank) and the way out. In a distributed load every rank raises the same type
-with the same text. The documentation has a section for each class (``help_url``).
+Each class is also a subclass of the matching builtin. A message names the file, tensor or rank, and says what
+to do. In a distributed load every rank raises the same type with the same text. The documentation has a
+section for each class (``help_url``).
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ __all__ = [
     "ZerostartError",
 ]
 
-#: Page of the repository with a section for each class and each of these situations.
+#: Documentation page with a section for each class and each situation.
 HELP = "docs/errors.md"
-#: By class the situations with a section of their own there: the heading is what their messages have in
-#: common. The first that is found in a message counts.
+#: Situations with their own section, by class: each heading is a part of their messages. The first match
+#: counts.
 SITUATIONS: Mapping[str, tuple[str, ...]] = {
     "ConfigError": (
         "the ranks do not do the same",
@@ -61,23 +61,20 @@ SITUATIONS: Mapping[str, tuple[str, ...]] = {
     "PeerError": ("the time-out of the process group",),
 }
 
-#: What moves a cursor, colours, ends a line or turns the direction of writing: control characters of both
-#: sets, separators of lines, marks and overrides of direction, what is invisible, and halves of pairs.
+#: Characters that change a terminal or hide text: control characters, line separators, direction marks,
+#: invisible characters and surrogates.
 _UNPRINTABLE = re.compile(
     r"[\x00-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff]"
 )
 
 
 def printable(text: str) -> str:
-    """Escape control characters in ``text``, so that it is one harmless line of a terminal or a log.
-
-    Each character that would be carried out and not shown is its escape; all others, of any script, stay.
-    """
-    return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
+    """Escape control characters in ``text``, for one safe line in a terminal or log."""
+    return _UNPRINTABLE.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
-#: What may be secret in URLs, requests and responses: a user and password; a query; a header with
-#: credentials; a parameter that signs a request without a URL; a token.
+#: Secrets in URLs, requests and responses: user and password, query, headers with credentials, signing
+#: parameters outside a URL, tokens.
 _SECRETS = (
     (r"://[^/\s]*@", "://"),
     (r"(\b[A-Za-z][A-Za-z0-9+.-]*://[^\s?)'\"]+)\?[^\s'\"]*", r"\1"),
@@ -91,23 +88,23 @@ _SECRETS = (
 
 
 def without_secrets(text: str) -> str:
-    """Remove from ``text`` what may be secret: passwords, and what signs or authorises a request."""
-    for pattern, instead in _SECRETS:
-        text = re.sub(pattern, instead, text)
+    """Remove passwords, tokens and signatures from ``text``."""
+    for pattern, replacement in _SECRETS:
+        text = re.sub(pattern, replacement, text)
     return text
 
 
 def printable_record(record: logging.LogRecord) -> bool:
-    """Make the text of a log record one harmless line without secrets, and let it pass."""
+    """Remove secrets and control characters from a log record; a logging filter."""
     record.msg, record.args = printable(without_secrets(record.getMessage())), ()
     return True
 
 
 class ZerostartError(Exception):
-    """Root of all errors that zerostart raises; as a text it is one line that is fit for a terminal.
+    """Base class of all errors of zerostart.
 
-    ``str(error)`` is the message alone, without secrets (``without_secrets``) and control characters
-    (``printable``). A note (``__notes__``) below it in a traceback has ``help_url``.
+    ``str(error)`` is one line without secrets and control characters. A note below it in the traceback has
+    ``help_url``.
     """
 
     def __init__(self, *args: object) -> None:
@@ -119,71 +116,71 @@ class ZerostartError(Exception):
 
     @property
     def help_url(self) -> str:
-        """Where the documentation has a section on this error: on its situation, else on its class."""
+        """Documentation section on the situation of this error, otherwise on its class."""
         kind = next(kind.__name__ for kind in type(self).__mro__ if kind.__module__ == __name__)
-        text = " ".join(map(str, self.args))  # of a class of others str() may need what it is still to get
+        text = " ".join(map(str, self.args))  # str(self) of a subclass may need attributes not set yet
         heading = next((words for words in SITUATIONS.get(kind, ()) if words in text), kind)
-        # As Markdown makes the anchor of a heading.
+        # The anchor of the heading in Markdown.
         return f"{HELP}#{re.sub(r'[^a-z0-9 -]', '', heading.lower()).replace(' ', '-')}"
 
 
 class ConfigError(ZerostartError, ValueError):
-    """An argument or a configuration value that cannot be used."""
+    """An argument or configuration value cannot be used."""
 
 
 class CheckpointError(ZerostartError, ValueError):
-    """A checkpoint file that is not what it says: malformed, out of range, or contradicting itself."""
+    """A checkpoint file is malformed, out of range, or contradicts itself."""
 
 
 class CheckpointNotFoundError(ZerostartError, FileNotFoundError):
-    """No checkpoint at the place named, or a file that its index lists is absent."""
+    """There is no checkpoint, or a file that its index lists is missing."""
 
 
 class ReadError(ZerostartError, OSError):
-    """Reading a checkpoint's bytes failed, or the file ended early."""
+    """Reading a checkpoint failed, or a file ended early."""
 
 
 class WriteError(ZerostartError, OSError):
-    """Writing a checkpoint failed: no space, no permission, or the place is not a directory."""
+    """Writing a checkpoint failed, for example without space or permission."""
 
 
 class VerifyError(ZerostartError, ValueError):
-    """A saved checkpoint that is not what was saved: a file or a tensor is missing, or has other contents."""
+    """A file or tensor of a saved checkpoint is missing or was changed."""
 
 
 class ConversionError(ZerostartError, ValueError):
-    """A weight conversion that failed, or that cannot be traced to an index map."""
+    """A weight conversion failed, or cannot be traced to an index map."""
 
 
 class BuildError(ZerostartError, ValueError):
-    """The model cannot be built without its weights, or one of its tensors cannot be given its value."""
+    """The model cannot be built without weights, or a tensor cannot get its value."""
 
 
 class EngineError(ZerostartError, RuntimeError):
-    """The engine is absent, misconfigured, or cannot train what is asked for."""
+    """The engine is missing, misconfigured, or cannot train the model."""
 
 
 class InsufficientMemoryError(EngineError, MemoryError):
-    """What every rank is to hold does not fit in the memory that is free."""
+    """The shards of a rank do not fit into the free memory."""
 
 
 class UnsupportedVersionError(ZerostartError, ImportError):
-    """An installed library has a version, or a shape, that zerostart does not know."""
+    """An installed library has a version or code that zerostart does not support."""
 
 
 class DivergedError(ZerostartError, FloatingPointError):
-    """What is trained is no longer finite: a loss, a gradient norm, or the weights."""
+    """A loss, a gradient norm or the weights are no longer finite."""
 
 
 class PeerError(ZerostartError, RuntimeError):
-    """Another rank died, or stopped answering, during a collective step."""
+    """Another rank died or stopped answering in a collective step."""
 
 
 class CoverageError(ZerostartError, ValueError):
     """The checkpoint does not cover the model exactly.
 
-    ``missing`` and ``unexpected`` are names; ``mismatched`` maps a name to the shape that the
-    checkpoint gives and the shape that the model has. A message of several lines is a list of them.
+    ``missing`` and ``unexpected`` are names. ``mismatched`` maps a name to the shapes in the checkpoint and
+    in the model. A list of strings makes a message of several lines.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""Whole diffusers pipelines: ``load``, ``Placement`` and ``drop``.
+"""Load whole diffusers pipelines: ``load``, ``Placement`` and ``drop``.
 
-``zerostart`` has them under longer names: ``load_pipeline``, ``Placement``, ``drop_components``.
-Nothing heavy is imported before one is called.
+``zerostart`` has them as ``load_pipeline``, ``Placement`` and ``drop_components``. Heavy imports wait for the
+first call.
 """
 
 from __future__ import annotations
@@ -35,31 +35,30 @@ def load_pipeline(
     progress: bool = True,
     without: Sequence[str] = (),
 ) -> DiffusionPipeline:
-    """Load a diffusers pipeline and shard, copy, offload or drop each of its models; collective.
+    """Load a diffusers pipeline with a placement for each of its models; collective.
 
-    Schedulers, tokenizers and processors are loaded by diffusers itself. See ``docs/pipelines.md``.
+    diffusers loads schedulers, tokenizers and processors itself. See ``docs/pipelines.md``.
 
     Args:
         source: the directory of a pipeline (with a ``model_index.json``), or a hub id in the local cache.
-        placement: by component ``"shard"`` (what is not named), ``"replicate"``, ``"offload"``, ``"drop"``,
-            or a ``Placement``, which also says where offloaded weights are at rest, and precisions.
-        engine: for what is sharded, as in ``load``; so are ``zero_stage`` and ``engine_config``.
-        device_memory_limit: most bytes that shards, replicas and what is brought in of offloaded components
-            take of this rank's device; without a device, that what is brought in takes. None: what layers
-            need, two at a time.
-        dtype: floating dtype of all components; None keeps each checkpoint's own.
-        trainable: components that are left to ``deepspeed.initialize``, ``accelerator.prepare`` or an FSDP2
-            loop of yours, one by one or as children of one module. The others are frozen, and can be called
-            as they are.
+        placement: ``"shard"`` (default), ``"replicate"``, ``"offload"`` or ``"drop"`` by component, or a
+            ``Placement`` with store and dtypes.
+        engine: engine of sharded components, as in ``load``, like ``zero_stage`` and ``engine_config``.
+        device_memory_limit: maximum memory of shards, replicas and fetched layers on this rank's device, in
+            bytes; without a device, of fetched layers. None: two layers at a time.
+        dtype: floating dtype of all components; None keeps the dtype of each checkpoint.
+        trainable: components that you pass to ``deepspeed.initialize``, ``accelerator.prepare`` or an FSDP2
+            loop, one by one or in one module. Other components are frozen, and can be called directly.
         memory_limit: as in ``load``.
-        without: models that are not loaded, and None in the pipeline (such as the transformer).
+        parallel_config: refused: diffusers' context parallelism shares sequences over whole models.
+        without: models that are not loaded and are None in the pipeline (such as the transformer).
 
     Returns:
-        A pipeline of the class that ``model_index.json`` names.
+        A pipeline of the class in ``model_index.json``.
 
     Raises:
-        ZerostartError: the same type and text on every rank. ConfigError for a limit with which one of the
-            offloaded modules cannot run, naming it and what it needs.
+        ZerostartError: the same type and text on every rank. ConfigError if the limit is too small for an
+            offloaded module.
 
     Example:
         >>> import tempfile, diffusers, zerostart
@@ -77,21 +76,21 @@ def load_pipeline(
     from zerostart.integrations.diffusers import PipelineRequest
     from zerostart.integrations.diffusers import load_pipeline as load_whole
 
-    made: DiffusionPipeline = load_whole(PipelineRequest(**arguments))
-    return made
+    pipeline: DiffusionPipeline = load_whole(PipelineRequest(**arguments))
+    return pipeline
 
 
 def drop_components(pipe: DiffusionPipeline, *names: str) -> tuple[str, ...]:
-    """Free the components of a pipeline that are no longer needed; each rank by itself.
+    """Free components of a pipeline, such as encoders after their results are cached.
 
-    Without ``names`` those that ``load_pipeline`` placed ``"drop"``: encoders whose results are cached. They
-    are None in the pipeline afterwards.
+    Not collective. Without ``names``: the components that ``load_pipeline`` placed ``"drop"``. Freed
+    components are None in the pipeline.
 
     Returns:
-        The names of those that were there.
+        The names of the freed components.
 
     Raises:
-        ConfigError: for a name that the pipeline does not have.
+        ConfigError: if the pipeline has no component of that name.
 
     Example:
         >>> import tempfile, diffusers, zerostart

@@ -1,13 +1,13 @@
-"""The engine's side of a refit: what a worker's process needs to take weights from a trainer.
+"""Receive weights from a trainer in the worker process of an inference engine.
 
     from zerostart import serving
     serving.serve(serving.Receiver(model), "unix:///run/trainer/workers")
 
-``model`` is any module with a ``load_weights`` that takes names and tensors as a checkpoint has them.
-Importing this loads torch and no other library. See ``docs/refit.md``.
+``model`` is any module with a ``load_weights`` that takes names and tensors of a checkpoint. Importing this
+module imports torch and no other library. See ``docs/refit.md``.
 
-vLLM finds its engine under the name ``zerostart`` (``weight_transfer_config={"backend": "zerostart"}``).
-SGLang gets ``custom_weight_loader=["zerostart.serving.sglang_weight_loader"]``.
+vLLM finds the engine by the name ``zerostart`` (``weight_transfer_config={"backend": "zerostart"}``).
+SGLang takes ``custom_weight_loader=["zerostart.serving.sglang_weight_loader"]``.
 """
 
 from zerostart.refit.connection import Closed, Connection, serve
