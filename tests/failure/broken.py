@@ -5,6 +5,7 @@ import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from tests.tiny import edit_tensors
 
@@ -41,54 +42,48 @@ def header_not_json(folder: Path) -> str:
     return file.name
 
 
-def wrong_shape(folder: Path) -> str:
-    def edit(tensors: dict) -> None:  # type: ignore[type-arg]  # torch is not imported here
-        for name in tensors:
-            if name == "model.layers.1.self_attn.q_proj.weight":
-                tensors[name] = tensors[name][:-1].contiguous()
-
-    edit_tensors(folder, edit)
-    return "model.layers.1.self_attn.q_proj.weight"
+Q_PROJ, K_PROJ = (f"model.layers.1.self_attn.{name}_proj.weight" for name in "qk")
+EXPERTS = "model.layers.2.mlp.experts"
 
 
-def wrong_expert_shape(folder: Path) -> str:
-    """One expert of a fused parameter has a row too many."""
+def change(folder: Path, name: str, edit: Callable[[Any], Any]) -> None:
+    def edit_one(tensors: dict[str, Any]) -> None:
+        if name in tensors:
+            tensors[name] = edit(tensors[name])
 
-    def edit(tensors: dict) -> None:  # type: ignore[type-arg]
-        for name in tensors:
-            if name == "model.layers.2.mlp.experts.3.up_proj.weight":
-                tensors[name] = tensors[name].repeat(2, 1)
-
-    edit_tensors(folder, edit)
-    return "model.layers.2.mlp.experts"
+    edit_tensors(folder, edit_one)
 
 
-def lost_tensor(folder: Path) -> str:
-    def edit(tensors: dict) -> None:  # type: ignore[type-arg]
-        tensors.pop("model.layers.1.self_attn.k_proj.weight", None)
-
-    edit_tensors(folder, edit)
+def lose(folder: Path, name: str) -> None:
+    """Delete a tensor, from the index as well."""
+    edit_tensors(folder, lambda tensors: tensors.pop(name, None))
     index = folder / "model.safetensors.index.json"
     if index.exists():
         listed = json.loads(index.read_text())
-        listed["weight_map"].pop("model.layers.1.self_attn.k_proj.weight")
+        listed["weight_map"].pop(name)
         index.write_text(json.dumps(listed))
-    return "model.layers.1.self_attn.k_proj.weight"
+
+
+def wrong_shape(folder: Path) -> str:
+    change(folder, Q_PROJ, lambda tensor: tensor[:-1].contiguous())
+    return Q_PROJ
+
+
+def wrong_expert_shape(folder: Path) -> str:
+    """One expert of a fused parameter has twice the rows."""
+    change(folder, f"{EXPERTS}.3.up_proj.weight", lambda tensor: tensor.repeat(2, 1))
+    return EXPERTS
+
+
+def lost_tensor(folder: Path) -> str:
+    lose(folder, K_PROJ)
+    return K_PROJ
 
 
 def lost_expert(folder: Path) -> str:
     """The fused parameter has all of its sources but one."""
-
-    def edit(tensors: dict) -> None:  # type: ignore[type-arg]
-        tensors.pop("model.layers.2.mlp.experts.1.gate_proj.weight", None)
-
-    edit_tensors(folder, edit)
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        listed = json.loads(index.read_text())
-        listed["weight_map"].pop("model.layers.2.mlp.experts.1.gate_proj.weight")
-        index.write_text(json.dumps(listed))
-    return "model.layers.2.mlp.experts"
+    lose(folder, f"{EXPERTS}.1.gate_proj.weight")
+    return EXPERTS
 
 
 def index_outside(folder: Path) -> str:
