@@ -1,8 +1,7 @@
 """Choose which rank reads which bytes, and send them to ranks that need them.
 
-There are three ways. Each rank reads its own slices. Or replicas, ranks that need the same slices, read a
-share each and exchange them. Or the checkpoint is an in-memory mapping on some ranks, the holders, and one of
-them sends each other rank its bytes.
+Each rank reads its own slices, or replicas, ranks that need the same slices, read a share each and exchange
+them.
 """
 
 from __future__ import annotations

@@ -12,6 +12,14 @@ from tests.diffusion.components import COMPONENTS
 
 WORDS = ("<pad>", "<s>", "</s>", "<unk>", "a", "cat", "sees", "the", "sea", "and", "sleeps", "user", "prompt")
 VOCABULARY = 120
+TEXT: Mapping[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
 
 _WAN = {"height": 16, "width": 16, "num_frames": 5, "guidance_scale": 3.0, "max_sequence_length": 12}
 #: What each pipeline is called with, beside a prompt and a generator.
@@ -103,12 +111,7 @@ def qwen_image() -> Any:
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
     text = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
+        **TEXT,
         "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4},
     }
     vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 16}
@@ -159,15 +162,7 @@ def flux() -> Any:
 def qwen3(layers: int) -> Any:
     from transformers import Qwen3Config
 
-    return Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=layers,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-    )
+    return Qwen3Config(**{**TEXT, "num_hidden_layers": layers}, head_dim=8)
 
 
 def flux2() -> Any:
@@ -221,15 +216,7 @@ def ltx2() -> Any:
     from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder
     from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
-    text = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 8,
-    }
+    text = {**TEXT, "head_dim": 8}
     vision = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
     vision |= {"image_size": 16, "patch_size": 8}
     gemma = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
