@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -57,11 +57,9 @@ class Destinations:
         for shard in self.shards:
             recipe = self.origins.parameters[shard.name]
             if isinstance(recipe, Recipe):
-                at = _destination(shard.name, shard.storage, shard.layout.owned)
-                requests.append((recipe, shard.layout, at))
+                requests.append(read_request(shard.name, recipe, shard.layout, shard.storage))
         for name, (recipe, buffer) in self.buffers.items():
-            flat = buffer.view(-1)
-            requests.append((recipe, replicated(buffer.shape), _destination(name, flat, flat.numel())))
+            requests.append(read_request(name, recipe, replicated(buffer.shape), buffer.view(-1)))
         return requests
 
     def storages(self) -> list[torch.Tensor]:
@@ -101,5 +99,10 @@ class Destinations:
                 torch.set_rng_state(own)
 
 
-def _destination(name: str, storage: torch.Tensor, owned: int) -> Destination:
-    return Destination(name, storage.numel(), owned, storage.dtype, storage.device.type == "cpu")
+def read_request(
+    name: str, recipe: Recipe, layout: Layout, storage: torch.Tensor
+) -> tuple[Recipe, Layout, Destination]:
+    """Describe a read of ``layout`` into the 1-D ``storage``, in its dtype, for a plan."""
+    recipe = replace(recipe, target=replace(recipe.target, dtype=storage.dtype))
+    on_host = storage.device.type == "cpu"
+    return recipe, layout, Destination(name, storage.numel(), layout.owned, storage.dtype, on_host)

@@ -18,6 +18,7 @@ from zerostart.engines import Shard
 from zerostart.errors import EngineError
 from zerostart.geometry.layout import Layout
 from zerostart.geometry.layout.layout import narrowed
+from zerostart.loading.destinations import read_request
 from zerostart.recipe import Computed, Recipe, torch_dtype
 from zerostart.recipe.values import leaves_of
 from zerostart.transfer import Progress, Tuning
@@ -73,25 +74,20 @@ class Masters:
         with world.phase("reading fp32 masters"):
             storage = self._catalog.storage.recalled(_PURPOSE)
             items = list(shares)
-            destinations = [self._destination(*item) for item in items]
-            plan = join(replace(self._catalog, storage=storage), destinations, self._tuning.options())
+            requests = [self._request(*item) for item in items]
+            plan = join(replace(self._catalog, storage=storage), requests, self._tuning.options())
             storages = [storage for _, _, storage in items]
             execute_together(plan, storages, Progress(plan.read_bytes, False), self._tuning, world)
 
-    def _destination(
+    def _request(
         self, name: str, layout: Layout, storage: torch.Tensor
     ) -> tuple[Recipe, Layout, Destination]:
-        recipe = self._shares[name][0]
         if storage.numel() != layout.numel:
             raise EngineError(
                 f"the fp32 master of {name} has {storage.numel()} elements on this rank, but the load "
                 f"gave it {layout.numel}; start the engine on the ranks that the model was loaded on"
             )
-        # The recipe with the master's dtype: stored values are cast once, without rounding in between.
-        target = replace(recipe.target, dtype=storage.dtype)
-        direct = storage.device.type == "cpu"
-        destination = Destination(name, storage.numel(), layout.owned, storage.dtype, direct)
-        return replace(recipe, target=target), layout, destination
+        return read_request(name, self._shares[name][0], layout, storage)
 
 
 def find_masters(

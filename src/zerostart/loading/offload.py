@@ -19,7 +19,7 @@ from zerostart.distributed.world import joined_world
 from zerostart.errors import ConfigError, EngineError
 from zerostart.geometry.layout import replicated
 from zerostart.live.report import Clock
-from zerostart.loading.destinations import Destinations
+from zerostart.loading.destinations import Destinations, read_request
 from zerostart.loading.placement import Placement
 from zerostart.loading.preparation import Prepared, isolated, prepare
 from zerostart.loading.request import Request
@@ -27,7 +27,7 @@ from zerostart.models import Origins
 from zerostart.recipe import Recipe
 from zerostart.recipe.values import leaves_of
 from zerostart.transfer import Arena, Progress, Tuning, execute, page_locked
-from zerostart.transfer.planning import Destination, Plan, join
+from zerostart.transfer.planning import Plan, join
 from zerostart.upstream.torch.tensors import make_wrapper
 
 #: Maximum size of the staging buffers while a layer is read, in bytes, in addition to the window.
@@ -74,15 +74,11 @@ class FileWeights:
         execute(plan, list(outputs.values()), progress, tuning.threads, reader, tuning.depth)
 
     def _plan(self, outputs: Mapping[str, torch.Tensor]) -> Plan:
-        destinations = []
+        requests = []
         for name, tensor in outputs.items():
             recipe = self._recipes[name]
-            layout = replicated(recipe.target.shape)
-            recipe = replace(recipe, target=replace(recipe.target, dtype=tensor.dtype))
-            on_host = tensor.device.type == "cpu"
-            destination = Destination(name, tensor.numel(), layout.owned, tensor.dtype, on_host)
-            destinations.append((recipe, layout, destination))
-        return join(self._catalog, destinations, self._tuning.options())
+            requests.append(read_request(name, recipe, replicated(recipe.target.shape), tensor))
+        return join(self._catalog, requests, self._tuning.options())
 
 
 class MemoryWeights:

@@ -28,12 +28,13 @@ from zerostart.errors import ConfigError, ZerostartError
 from zerostart.geometry.layout import Layout, Parallelism, flat_partition
 from zerostart.live.model import find_loaded_models
 from zerostart.live.report import Clock
+from zerostart.loading.destinations import read_request
 from zerostart.loading.request import Request
 from zerostart.loading.source import check_model, name_source, open_optional_source
 from zerostart.models import Aliases, Built, Origins
 from zerostart.recipe import Coverage, Recipe, Recipes, Target, main_dtype, spelling, torch_dtype
 from zerostart.transfer import Progress, execute
-from zerostart.transfer.planning import Destination, join
+from zerostart.transfer.planning import join
 from zerostart.upstream.deepspeed.zero3_partitions import partition_of
 
 #: Mesh axes that all ranks must agree on.
@@ -262,12 +263,9 @@ def make_comparison(catalog: Catalog, world: World) -> Callable[[Recipe, Recipe]
 
 
 def _equal_part(catalog: Catalog, a: Recipe, b: Recipe, layout: Layout) -> bool:
-    dtype = a.target.dtype
-    plan = join(
-        catalog,
-        [(r, layout, Destination(r.target.name, layout.numel, layout.owned, dtype, True)) for r in (a, b)],
-    )
-    left, right = (torch.empty(layout.numel, dtype=dtype, device="cpu") for _ in range(2))
+    left, right = (torch.empty(layout.numel, dtype=a.target.dtype, device="cpu") for _ in range(2))
+    pairs = ((a, left), (b, right))
+    plan = join(catalog, [read_request(r.target.name, r, layout, storage) for r, storage in pairs])
     execute(plan, [left, right], Progress(plan.read_bytes, shown=False))
     return torch.equal(left, right)
 
