@@ -150,7 +150,7 @@ def concatenate(parts: Sequence[tuple[Sequence[Piece], int]], dim: int) -> tuple
 def stack(parts: Sequence[Sequence[Piece]], dim: int) -> tuple[Piece, ...]:
     """Join parts of one shape along a new dimension ``dim``."""
     firsts = [pieces[0] for pieces in parts if len(pieces) == 1]
-    if 1 < len(firsts) == len(parts) and all(_alike(firsts[0], p) for p in firsts):
+    if 1 < len(firsts) == len(parts) and all(_alike(firsts[0], p, firsts[0].origin) for p in firsts):
         # What concatenating would come to, without two pieces more for each expert of a stack of hundreds.
         (p, *_) = insert_axis(firsts[:1], dim)
         axes = (*p.axes[:dim], ((len(firsts), p.unit),), *p.axes[dim + 1 :])
@@ -158,14 +158,9 @@ def stack(parts: Sequence[Sequence[Piece]], dim: int) -> tuple[Piece, ...]:
     return concatenate([(insert_axis(pieces, dim), 1) for pieces in parts], dim)
 
 
-def _alike(p: Piece, q: Piece) -> bool:
-    return (
-        len(p.source) == len(q.source) == 1
-        and p.unit == q.unit
-        and p.offset == q.offset
-        and p.axes == q.axes
-        and p.origin == q.origin
-    )
+def _alike(p: Piece, q: Piece, origin: tuple[int, ...]) -> bool:
+    same = (p.unit, p.offset, p.axes, origin) == (q.unit, q.offset, q.axes, q.origin)
+    return same and len(p.source) == len(q.source) == 1
 
 
 def join_runs(pieces: Sequence[Piece], dim: int) -> tuple[Piece, ...]:
@@ -185,20 +180,11 @@ def join_runs(pieces: Sequence[Piece], dim: int) -> tuple[Piece, ...]:
 
 
 def _continues(run: list[Piece], p: Piece, dim: int) -> bool:
+    # Pieces at the same place of different tensors: the tensor's number becomes one more digit above those
+    # of ``dim``, with the unit as its stride.
     first = run[0]
-    step = extent(first.axes[dim])
-    # Of one tensor each, taken from the same place in it: then the number of the tensor alone tells them
-    # apart, and is one more digit above those of ``dim``, with the unit for its stride.
-    return (
-        len(first.source) == 1
-        and len(p.source) == 1
-        and p.unit == first.unit
-        and p.offset == first.offset
-        and p.axes == first.axes
-        and p.origin[dim] == first.origin[dim] + len(run) * step
-        and p.origin[:dim] == first.origin[:dim]
-        and p.origin[dim + 1 :] == first.origin[dim + 1 :]
-    )
+    at = first.origin[dim] + len(run) * extent(first.axes[dim])
+    return _alike(first, p, (*first.origin[:dim], at, *first.origin[dim + 1 :]))
 
 
 def _as_run(run: list[Piece], dim: int) -> Piece:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import gcd, prod
 
@@ -77,14 +77,7 @@ def flat_partition(shape: Sequence[int], rank: int, world_size: int) -> Layout:
     total = prod(shape)
     # Rounded up: all ranks have room for as many elements, the last ones real ones for fewer.
     size = -(-total // world_size)
-    start, stop = min(rank * size, total), min((rank + 1) * size, total)
-    strides = row_major_strides(shape)
-    placed = []
-    for box in row_major_boxes(shape, start, stop):
-        first = sum(o * s for o, s in zip(box.origin, strides, strict=True))
-        # The parameter's own strides: within the run, storage follows its row-major order.
-        placed.append(LocalBox(box, first - start, strides))
-    return Layout(tuple(shape), size, stop - start, tuple(placed))
+    return replace(flat_run(shape, min(rank * size, total), min((rank + 1) * size, total)), numel=size)
 
 
 def dimension_shard(shape: Sequence[int], dim: int, rank: int, world_size: int) -> Layout:
@@ -271,12 +264,12 @@ class FlatGroup:
 
     def share(self, place: int, shape: Sequence[int], partitions: int) -> Callable[[int], Layout]:
         """Of the parameter number ``place``, of ``shape``: what lies in each rank's part of the buffer."""
-        one = FlatGroup((self.offsets[place],), (self.numels[place],), self.numel)
-        size = self.numel // partitions
+        offset, numel, size = self.offsets[place], self.numels[place], self.numel // partitions
         nothing = flat_run(shape, 0, 0)  # what all ranks but one or two have of it, in a large world
 
         def share(rank: int) -> Layout:
-            ((start, stop),) = shares(one, rank * size, (rank + 1) * size)
+            start = max(rank * size - offset, 0)
+            stop = min((rank + 1) * size - offset, numel)
             return flat_run(shape, start, stop) if start < stop else nothing
 
         return share
@@ -294,19 +287,6 @@ class FlatGroup:
 def _dealt(count: int, partitions: int) -> list[int]:
     """Every ``partitions``-th, from the first; then from the second, and so on."""
     return [index for first in range(min(partitions, count)) for index in range(first, count, partitions)]
-
-
-def shares(group: FlatGroup, start: int, stop: int) -> list[tuple[int, int]]:
-    """Of each parameter, the run of its row-major order that lies in the elements ``start`` to ``stop``.
-
-    A parameter with nothing there has an empty run.
-    """
-    found = []
-    for offset, numel in zip(group.offsets, group.numels, strict=True):
-        # Both ends clamped to the parameter, in its own element numbers: outside, the run is empty.
-        low = min(max(start - offset, 0), numel)
-        found.append((low, max(low, min(stop - offset, numel))))
-    return found
 
 
 def flat_run(shape: Sequence[int], start: int, stop: int) -> Layout:
