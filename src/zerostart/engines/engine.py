@@ -53,19 +53,19 @@ class ShardMaker(Protocol):
     device: torch.device
 
     def agree_on_residence(self, model: nn.Module, names: Sequence[str]) -> Residence | None:
-        """Agree with the other ranks where whole parameters will lie; collective, before any is allocated.
+        """Agree with the other ranks where whole parameters go; collective, before any is allocated.
 
-        None where the engine shards them. Raises InsufficientMemoryError on every rank.
+        None if the engine shards them. Raises InsufficientMemoryError on every rank.
         """
-        ...
+        return None
 
     def shard(self, model: nn.Module, names: Sequence[str]) -> list[Shard]:
         """Shard the meta parameters ``names`` (``named_parameters`` order, the same on all ranks)."""
         ...
 
     def finish(self, model: nn.Module) -> int:
-        """Complete the load after all shards are filled; returns the bytes that other ranks sent."""
-        ...
+        """Complete the load after all shards are filled; return the bytes that other ranks sent."""
+        return 0
 
 
 @dataclass(frozen=True)
@@ -351,7 +351,7 @@ class Engine(abc.ABC):
     def gradient_divisor(self) -> int:
         """The number by which the engine divides the sum of the ranks' gradients.
 
-        So a rank's gradient counts as one ``averaging``-th.
+        A rank's gradient therefore counts as one ``gradient_divisor``-th.
         """
         return self.mesh.world_size
 

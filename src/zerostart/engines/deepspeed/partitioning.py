@@ -18,8 +18,8 @@ from torch import nn
 
 from zerostart.distributed.world import World
 from zerostart.engines.deepspeed.settings import DeepSpeedSettings
+from zerostart.engines.engine import ShardMaker
 from zerostart.engines.placements import Placements
-from zerostart.engines.residence import Residence
 from zerostart.engines.shard import Shard, replace_everywhere
 from zerostart.errors import EngineError
 from zerostart.geometry.layout import Layout, flat_partition
@@ -148,7 +148,7 @@ OPERATIONS = ("ShareMemCommBuilder", "AsyncIOBuilder")
 Placed = tuple[str, nn.Parameter, Layout, upstream.Home, int]
 
 
-class PartitionMaker:
+class PartitionMaker(ShardMaker):
     """Makes ZeRO-3 partitions, wherever the configuration keeps them; see ``ShardMaker``.
 
     ``cut`` leaves this rank's experts or slices in a model, where ranks share them; ``owners`` are the ranks
@@ -185,10 +185,6 @@ class PartitionMaker:
         self._init = upstream.partitioner(world.size, dtype, config, settings.secondary, owners)
         self._swapped: list[nn.Parameter] = []
         self.device = upstream.parameter_device(self._init)
-
-    def agree_on_residence(self, model: nn.Module, names: Sequence[str]) -> Residence | None:
-        """Nothing is whole."""
-        return None
 
     def shard(self, model: nn.Module, names: Sequence[str]) -> list[Shard]:
         """Replace each parameter by an empty ZeRO-3 parameter. Raises EngineError for a mixture of dtypes."""

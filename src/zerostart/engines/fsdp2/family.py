@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
@@ -24,7 +23,7 @@ from zerostart.engines.shard import Shard
 from zerostart.engines.state import OptimizerState, TrainingState
 from zerostart.engines.training import AccelerateSetup, EngineConfig, TrainingJob
 from zerostart.errors import ConfigError, EngineError
-from zerostart.geometry.layout import Mesh, Parallelism, dimension_shard
+from zerostart.geometry.layout import Mesh, Parallelism
 from zerostart.geometry.layout.layout import FlatRules
 from zerostart.models import Alias
 from zerostart.upstream.accelerate.plugins import launched_fsdp_version
@@ -103,7 +102,7 @@ class FSDP2(Engine):
 
     def require(self) -> None:
         # Imported for its time alone, so that it is no part of the load's own.
-        import zerostart.engines.fsdp2.storage  # noqa: F401
+        import zerostart.engines.fsdp2.parallel  # noqa: F401
 
     @property
     def compute_dtype(self) -> torch.dtype | None:
@@ -138,33 +137,12 @@ class FSDP2(Engine):
     def placements(self, model: nn.Module, parallelism: Parallelism) -> Placements:
         parameters = dict(model.named_parameters())
         homes = dict.fromkeys(parameters, HOST if self.settings.offloaded else DEVICE)
-        if not parallelism.mesh.parallel:
-            return self._over_all(parameters, homes)
         shares = MeshShares.planned(self.settings, parallelism, parameters)
         dims = shares.dims or {}
         return Placements(
             layout=lambda name, rank: shares.layout(name, tuple(parameters[name].shape), rank),
             alike=lambda name: (parallelism.is_expert(name), parallelism.cut(name), dims.get(name)),
-            twin=lambda rank: rank % shares.ranks,
-            homes=homes,
-            pinned=self.settings.pinned,
-        )
-
-    def _over_all(self, parameters: Mapping[str, nn.Parameter], homes: Mapping[str, str]) -> Placements:
-        settings, size = self.settings, self.mesh.world_size
-        _, shares = settings.shape(size)
-        dims = settings.dimensions(parameters, shares)
-        share_of = functools.cache(functools.partial(settings.share_of, world_size=size))
-        # Of each share the first rank that has it: replicas are its twins.
-        first: dict[int, int] = {}
-        for rank in range(size):
-            first.setdefault(share_of(rank), rank)
-        return Placements(
-            layout=lambda name, rank: dimension_shard(
-                tuple(parameters[name].shape), dims.get(name, 0), share_of(rank), shares
-            ),
-            alike=dims.get,
-            twin=lambda rank: first[share_of(rank)],
+            twin=shares.twin,
             homes=homes,
             pinned=self.settings.pinned,
         )
@@ -172,13 +150,9 @@ class FSDP2(Engine):
     def shard_maker(
         self, world: World, dtype: torch.dtype | None, parallelism: Parallelism, placements: Placements
     ) -> ShardMaker:
-        if parallelism.mesh.parallel:
-            from zerostart.engines.fsdp2.parallel import FSDP2ParallelShards
+        from zerostart.engines.fsdp2.parallel import FSDP2Shards
 
-            return FSDP2ParallelShards(world, self.settings, parallelism)
-        from zerostart.engines.fsdp2.storage import FSDP2Shards
-
-        return FSDP2Shards(world, self.settings)
+        return FSDP2Shards(world, self.settings, parallelism)
 
     def follow_aliases(self, model: nn.Module, aliases: Sequence[Alias]) -> None:
         # FSDP2 swaps parameters in their modules.

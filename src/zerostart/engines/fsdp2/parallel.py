@@ -21,12 +21,12 @@ from torch.distributed.tensor import Shard as ShardPlacement
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from zerostart.distributed.world import World, default_device
+from zerostart.engines.engine import ShardMaker
 from zerostart.engines.exchange import exchange_tokens, expert_modules
 from zerostart.engines.fsdp2.settings import FSDP2Settings, MeshShares
 from zerostart.engines.fsdp2.storage import arena_of, give_storage, put_to_rest
 from zerostart.engines.fsdp2.units import scalars_of, shard_units, units_of
 from zerostart.engines.parallelism import share_draws
-from zerostart.engines.residence import Residence
 from zerostart.engines.shard import Shard, loaded_names, replace_everywhere
 from zerostart.engines.training import EngineConfig
 from zerostart.errors import EngineError
@@ -34,8 +34,11 @@ from zerostart.geometry.layout import Parallelism, Ranges, ShardSpec
 from zerostart.upstream.transformers.distributed import require_styles, run_in_style
 
 
-class FSDP2ParallelShards:
-    """Makes FSDP2 shards over the owners of each section of a mesh; see ``FSDP2Settings.check_mesh``."""
+class FSDP2Shards(ShardMaker):
+    """Makes FSDP2 shards over the owners of each section of a mesh; see ``FSDP2Settings.check_mesh``.
+
+    Parameters that the model keeps in another dtype are units of their own, which the policy does not cast.
+    """
 
     def __init__(self, world: World, settings: FSDP2Settings, parallelism: Parallelism) -> None:
         if parallelism.mesh.tensor_parallel > 1:
@@ -44,20 +47,27 @@ class FSDP2ParallelShards:
         self._parallelism = parallelism
         self._rank = world.rank
         self.device = default_device()
-        mesh, replicas = parallelism.mesh, settings.replicate
+        mesh, replicas, kind = parallelism.mesh, settings.replicate, self.device.type
+        if settings.mesh is not None:
+            self._dense = settings.mesh
+            self.device = torch.device("cpu") if settings.mesh.device_type == "cpu" else self.device
+            return
         with world.collectives("making the device meshes"):
-            self._dense, self._tensors = self._meshes(replicas, mesh.tensor_parallel, "tensor")
-            self._owners, self._experts = self._meshes(replicas, mesh.expert_parallel, "expert")
+            if mesh.parallel:
+                self._dense, self._tensors = self._meshes(mesh.tensor_parallel, "tensor")
+                self._owners, self._experts = self._meshes(mesh.expert_parallel, "expert")
+            elif replicas > 1:
+                sizes = (replicas, world.size // replicas)
+                self._dense = init_device_mesh(kind, sizes, mesh_dim_names=("replicate", "shard"))
+            else:
+                self._dense = init_device_mesh(kind, (world.size,))
 
-    def _meshes(self, replicas: int, size: int, axis: str) -> tuple[DeviceMesh, DeviceMesh]:
+    def _meshes(self, size: int, axis: str) -> tuple[DeviceMesh, DeviceMesh]:
         # The axis innermost: its ranks are neighbours, which exchange in every layer.
+        replicas = self._settings.replicate
         sizes = (replicas, self._parallelism.mesh.world_size // (replicas * size), size)
         whole = init_device_mesh(self.device.type, sizes, mesh_dim_names=("replicate", "shard", axis))
         return whole["shard"] if replicas == 1 else whole["replicate", "shard"], whole[axis]
-
-    def agree_on_residence(self, model: nn.Module, names: Sequence[str]) -> Residence | None:
-        """Return None: no parameter is whole on every rank."""
-        return None
 
     def shard(self, model: nn.Module, names: Sequence[str]) -> list[Shard]:
         """Cut the experts, wrap them, the model's blocks and then its root; give local shards storage."""
@@ -65,7 +75,7 @@ class FSDP2ParallelShards:
         # Of the whole tensors, before anything is cut: all layouts are in their terms.
         shapes = {name: tuple(parameter.shape) for name, parameter in whole.items()}
         shares = MeshShares.planned(settings, self._parallelism, whole)
-        if self._tensors.size() > 1:
+        if self._parallelism.mesh.tensor_parallel > 1:
             cut_tensors(model, self._parallelism, self._tensors)
             share_draws(model, self._tensors.get_group())
         experts = expert_modules(model, self._parallelism)
@@ -94,10 +104,6 @@ class FSDP2ParallelShards:
             lambda name: shares.chunk(name, shapes[name], self._rank),
         )
 
-    def finish(self, model: nn.Module) -> int:
-        """Nothing is left to do: FSDP2 looks at the storages themselves."""
-        return 0
-
     def _cut_experts(self, module: nn.Module, names: Mapping[str, str]) -> None:
         """Cut the parameters of one experts module, and make it serve all ranks' tokens."""
         counts: list[int] = []
@@ -110,7 +116,7 @@ class FSDP2ParallelShards:
                 sections[self._experts.get_local_rank()].shape, dtype=old.dtype, device="meta"
             )
             module._parameters[leaf] = distributed(old, local, self._experts, [ShardPlacement(0)])
-        alike = self._tensors.get_group() if self._tensors.size() > 1 else None
+        alike = self._tensors.get_group() if self._parallelism.mesh.tensor_parallel > 1 else None
         exchange_tokens(module, self._experts.get_group(), counts, alike=alike)
 
     def _wrap_experts(self, module: nn.Module, options: EngineConfig) -> None:

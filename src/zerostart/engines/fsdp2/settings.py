@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -204,23 +205,9 @@ class FSDP2Settings:
                 "share a parameter"
             )
 
-    def share_of(self, rank: int, world_size: int) -> int:
-        """Which of the shares rank ``rank`` holds; replicas hold the same."""
-        shares = self.shape(world_size)[1]
-        if self.mesh is None:
-            return rank % shares
-        # The last coordinate of the rank; the one before it, if there is one, is the replica's.
-        return int((self.mesh.mesh == rank).nonzero()[0][-1])
-
-    def dimensions(self, parameters: Mapping[str, nn.Parameter], shares: int) -> dict[str, int]:
-        """The dimension that each parameter is sharded along; raises EngineError for what FSDP2 cannot.
-
-        One without dimensions is not sharded.
-        """
-        found = {name: self.dimension(p, name) for name, p in parameters.items() if p.dim()}
-        for name, dim in found.items():
-            self.check_even(name, parameters[name].shape, dim, shares)
-        return found
+    def ranks(self, world_size: int) -> Sequence[int]:
+        """List the ranks in the order of the mesh: one replica after the other."""
+        return range(world_size) if self.mesh is None else self.mesh.mesh.flatten().tolist()
 
     def dimension(self, parameter: nn.Parameter, name: str) -> int:
         """The dimension that ``parameter`` is to be sharded along; raises EngineError for none of its own."""
@@ -254,30 +241,32 @@ class FSDP2Settings:
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
-# FSDP2's layouts where a mesh cuts parameters, without a device mesh.
+# FSDP2's layouts, without a device mesh.
 
 
 @dataclass(frozen=True)
 class MeshShares:
-    """The shares that ranks hold where a mesh has several copies of a model."""
+    """The shares of parameters that the ranks of a mesh hold."""
 
-    #: Number of the copies.
+    #: Number of replicas of the model.
     replicas: int
-    #: Of one copy.
+    #: Parallelism of one replica.
     parallelism: Parallelism
-    #: Dimension along which the owners of each section share it, where a ``shard_placement_fn`` says it; else
-    #: None.
+    #: Dimension that the owners of each section share; None without a ``shard_placement_fn``.
     dims: Mapping[str, int] | None
+    #: All ranks, one replica after the other.
+    order: Sequence[int]
 
     @classmethod
     def of(
         cls, settings: FSDP2Settings, parallelism: Parallelism, dims: Mapping[str, int] | None
     ) -> MeshShares:
-        """Of a mesh that ``settings.check_mesh`` has found right."""
-        ranks = parallelism.mesh.world_size // settings.replicate
+        """Divide a mesh that passes ``settings.check_mesh`` into replicas."""
+        size = parallelism.mesh.world_size
+        replicas, _ = settings.shape(size)
         # Ranks that share sequences share no parameter for it: they may be of several replicas.
-        mesh = replace(parallelism.mesh, world_size=ranks, sequence_parallel=1)
-        return cls(settings.replicate, replace(parallelism, mesh=mesh), dims)
+        mesh = replace(parallelism.mesh, world_size=size // replicas, sequence_parallel=1)
+        return cls(replicas, replace(parallelism, mesh=mesh), dims, settings.ranks(size))
 
     @classmethod
     def planned(
@@ -293,15 +282,22 @@ class MeshShares:
                 settings.check_even(name, section.shape, shares.dimension(name, section, owners), owners)
         return shares
 
-    @property
-    def ranks(self) -> int:
-        """Number of ranks of one replica."""
-        return self.parallelism.mesh.world_size
+    @cached_property
+    def _places(self) -> dict[int, int]:
+        return {rank: place for place, rank in enumerate(self.order)}
+
+    def place(self, rank: int) -> int:
+        """Return the place of ``rank`` within its replica."""
+        return self._places[rank] % self.parallelism.mesh.world_size
+
+    def twin(self, rank: int) -> int:
+        """Return the first rank that holds the same shares as ``rank``."""
+        return min(self.order[self.place(rank) :: self.parallelism.mesh.world_size])
 
     def section(self, name: str, shape: Sequence[int], rank: int) -> tuple[Section, int]:
-        """What the axes give ``rank`` of the parameter ``name``, and how many owners share that."""
-        rank %= self.ranks
-        return self.parallelism.section(name, shape, rank), self.parallelism.owners(name, rank)[1]
+        """Return the section of the parameter that ``rank`` shares, and the number of its owners."""
+        place = self.place(rank)
+        return self.parallelism.section(name, shape, place), self.parallelism.owners(name, place)[1]
 
     def dimension(self, name: str, section: Section, owners: int) -> int:
         """The dimension along which the ``owners`` of a section share it."""
@@ -312,7 +308,7 @@ class MeshShares:
     def layout(self, name: str, shape: Sequence[int], rank: int) -> Layout:
         """What ``rank`` holds of the parameter ``name``, whose whole shape is ``shape``."""
         section, owners = self.section(name, shape, rank)
-        place = self.parallelism.owners(name, rank % self.ranks)[0]
+        place = self.parallelism.owners(name, self.place(rank))[0]
         return section.holds(
             dimension_shard(section.shape, self.dimension(name, section, owners), place, owners)
         )
@@ -328,8 +324,8 @@ class MeshShares:
 
     def holders(self, name: str, rank: int) -> tuple[int, int]:
         """Place and number of ``rank`` among those with the same share of ``name``."""
-        place, count = self.parallelism.holders(name, rank % self.ranks)
-        return rank // self.ranks * count + place, self.replicas * count
+        place, count = self.parallelism.holders(name, self.place(rank))
+        return self._places[rank] // self.parallelism.mesh.world_size * count + place, self.replicas * count
 
 
 def _expert_dimension(shape: Sequence[int], owners: int) -> int:
