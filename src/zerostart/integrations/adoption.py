@@ -41,7 +41,7 @@ from zerostart.upstream.diffusers.loading import DiffusersSeam
 from zerostart.upstream.guard import is_first_rank
 from zerostart.upstream.saving_calls import SavingCalls
 from zerostart.upstream.torch.stepped import adopted_steps
-from zerostart.upstream.transformers.distributed import Noting
+from zerostart.upstream.transformers.distributed import flag_notes
 from zerostart.upstream.transformers.loading import TransformersSeam
 from zerostart.upstream.types import Accelerator
 
@@ -285,7 +285,7 @@ _saving = SavingCalls(
         "BasePipeline.load_lora": diffsynth.load_lora,
     }
 )
-_overrides: list[Any] = [_transformers, Noting(), _diffusers, _diffsynth, _accelerate, _saving]
+_overrides: list[Any] = [_transformers, flag_notes, _diffusers, _diffsynth, _accelerate, _saving]
 
 
 def add_override(override: Any) -> None:

@@ -84,6 +84,22 @@ def replaced_everywhere(name: str, original: object, new: object) -> Iterator[No
                     setattr(module, name, original)
 
 
+def wrap(stack: ExitStack, owner: Any, name: str, replacement: Function, everywhere: bool = False) -> None:
+    """Send calls of ``owner.name`` to ``replacement(original, ...)`` until ``stack`` ends.
+
+    With ``everywhere``, modules that imported the function are served too.
+    """
+    found = inspect.getattr_static(owner, name)
+    original = getattr(found, "__func__", found)
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return replacement(original, *args, **kwargs)
+
+    new: Any = type(found)(call) if isinstance(found, classmethod | staticmethod) else call
+    stack.enter_context(replaced_everywhere(name, found, new) if everywhere else replaced(owner, name, new))
+
+
 class Ticket:
     """Keeps replacements in place while it is referred to; copies refer to the same one, pickles to none."""
 
@@ -163,27 +179,16 @@ def _refuse(stack: ExitStack, patches: RefCountedPatches, use: Use, text: str) -
         owner = resolve(use.owner)
     except (ImportError, AttributeError):
         return  # and nobody calls it
-    for name in use.functions:
-        original = inspect.getattr_static(owner, name, None)
-        inner = getattr(original, "__func__", original)
-        if not callable(inner):
-            continue
-        new: object = _refusing(inner, patches, text, of_object=not inspect.ismodule(owner))
-        if inspect.ismodule(owner):
-            stack.enter_context(replaced_everywhere(name, original, new))
-        else:
-            bound = isinstance(original, classmethod | staticmethod)
-            stack.enter_context(replaced(owner, name, type(original)(new) if bound else new))
+    is_module = inspect.ismodule(owner)
 
-
-def _refusing(original: Function, patches: RefCountedPatches, text: str, of_object: bool) -> Function:
-    @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> object:
-        if _concerns((*args, *kwargs.values()), patches, of_object):
+    def refuse(original: Function, *args: Any, **kwargs: Any) -> object:
+        if _concerns((*args, *kwargs.values()), patches, of_object=not is_module):
             raise UnsupportedVersionError(text)
         return original(*args, **kwargs)
 
-    return call
+    for name in use.functions:
+        if callable(getattr(owner, name, None)):
+            wrap(stack, owner, name, refuse, everywhere=is_module)
 
 
 def _concerns(arguments: Iterable[object], patches: RefCountedPatches, of_object: bool) -> bool:

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from zerostart.upstream.guard import Function, Use, resolve
-from zerostart.upstream.patches import RefCountedPatches, enter_when_imported, fits, replaced
+from zerostart.upstream.patches import RefCountedPatches, enter_when_imported, fits, wrap
 
 _MODEL = "transformers.modeling_utils:PreTrainedModel"
 _MIXIN = "diffusers.models.modeling_utils:ModelMixin"
@@ -133,21 +133,18 @@ class SavingCalls(RefCountedPatches):
             owner = resolve(use.owner)
             for called, name in _called(use):
                 if called in self._replacements:
-                    new = _sent(inspect.getattr_static(owner, name), self._replacements[called])
-                    stack.enter_context(replaced(owner, name, new))
+                    wrap(stack, owner, name, _sender(self._replacements[called]))
 
 
 def _called(use: Use) -> list[tuple[str, str]]:
     return [(f"{use.owner.rpartition(':')[2]}.{name}", name) for name in use.functions]
 
 
-def _sent(original: Function, replacement: Replacement) -> Function:
-    signature = inspect.signature(original)
-    # The name of ``**kwargs``, whose items become arguments of their own.
-    rest = next((n for n, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD), None)
-
-    @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> object:
+def _sender(replacement: Replacement) -> Function:
+    def call(original: Function, *args: Any, **kwargs: Any) -> object:
+        signature = inspect.signature(original)
+        # The name of ``**kwargs``, whose items become arguments of their own.
+        rest = next((n for n, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD), None)
         try:
             bound = signature.bind(*args, **kwargs)
         except TypeError:

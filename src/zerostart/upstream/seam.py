@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -59,26 +58,21 @@ class LoadingSeam(RefCountedPatches):
         call = self.innermost()
         return None if call is None or call.model is not None else call
 
-    def from_pretrained(self, original: Function) -> object:
-        """The class method that stands in the place of ``original``, its function."""
-
-        @functools.wraps(original)
-        def from_pretrained(cls: type, *args: Any, **kwargs: Any) -> object:
-            # Its contexts (meta, dtype) would build the inner model as well.
-            if any(outer.model is None for outer in _calls()[-1:]):
-                raise BuildError(
-                    f"{cls.__name__}.from_pretrained is called while another model is built, which "
-                    "zerostart.enabled() does not support; load that model with zerostart.load"
-                )
-            call = self._choose(cls, kwargs)
-            if call is None:
-                result = original(cls, *args, **kwargs)
-                self._left(result[0] if isinstance(result, tuple) else result)
-                return result
-            with self._serving(call), call.agreeing():
-                return original(cls, *args, **call.arguments)
-
-        return classmethod(from_pretrained)
+    def from_pretrained(self, original: Function, cls: type, *args: Any, **kwargs: Any) -> object:
+        """Serve one call of the library's class method ``original``."""
+        # Its contexts (meta, dtype) would build the inner model as well.
+        if any(outer.model is None for outer in _calls()[-1:]):
+            raise BuildError(
+                f"{cls.__name__}.from_pretrained is called while another model is built, which "
+                "zerostart.enabled() does not support; load that model with zerostart.load"
+            )
+        call = self._choose(cls, kwargs)
+        if call is None:
+            result = original(cls, *args, **kwargs)
+            self._left(result[0] if isinstance(result, tuple) else result)
+            return result
+        with self._serving(call), call.agreeing():
+            return original(cls, *args, **call.arguments)
 
     @contextlib.contextmanager
     def _serving(self, call: Any) -> Iterator[None]:

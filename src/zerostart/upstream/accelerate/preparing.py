@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from zerostart.upstream.accelerate.plugins import SHARDED, is_set, remember, require
 from zerostart.upstream.guard import Function, Use, misfit, resolve
-from zerostart.upstream.patches import RefCountedPatches, fits, replaced
+from zerostart.upstream.patches import RefCountedPatches, fits, wrap
 
 if TYPE_CHECKING:
     import accelerate
@@ -77,14 +76,14 @@ class AcceleratorPatches(RefCountedPatches):
 
     def _enter(self, stack: ExitStack) -> None:
         require()
-        replacements = {
+        replacements: dict[Use, tuple[Function, ...]] = {
             _PREPARE_FSDP2: (self._fsdp2_prepare_model,),
             _PREPARE: (self._prepare_fsdp2, self._prepare_tp, self._prepare_deepspeed),
-            _BACKEND: (_has_a_backend_everywhere,),
-            _STATE: (_knows_fsdp2_everywhere,),
-            _ARGUMENTS: (_remembers_fsdp,),
+            _BACKEND: (_prepare_backend,),
+            _STATE: (_start_state,),
+            _ARGUMENTS: (_remember_arguments,),
         }
-        for use, makers in replacements.items():
+        for use, functions in replacements.items():
             # These only make something possible; the others keep a model whole.
             if use in (_BACKEND, _STATE, _ARGUMENTS) and (wrong := misfit((use,))):
                 logger.warning("%s. It stays as it is", wrong)
@@ -92,71 +91,45 @@ class AcceleratorPatches(RefCountedPatches):
             if not fits(stack, self, (use,), _REMEDY):
                 continue
             owner = resolve(use.owner)
-            for name, make in zip(use.functions, makers, strict=True):
-                original = vars(owner)[name]
-                new = functools.wraps(original)(make(original))
-                stack.enter_context(replaced(owner, name, new))
+            for name, function in zip(use.functions, functions, strict=True):
+                wrap(stack, owner, name, function)
 
-    def _fsdp2_prepare_model(self, original: Function) -> Function:
-        def fsdp2_prepare_model(accelerator: Accelerator, model: nn.Module) -> object:
-            return model if self._sharded(model) else original(accelerator, model)
+    def _fsdp2_prepare_model(self, original: Function, accelerator: Accelerator, model: nn.Module) -> object:
+        return model if self._sharded(model) else original(accelerator, model)
 
-        return fsdp2_prepare_model
-
-    def _prepare_fsdp2(self, original: Function) -> Function:
-        keeping = _keeps_parameters(original)
-
-        def prepare_fsdp2(accelerator: Accelerator, *args: object) -> Any:
-            for item in args:
-                if isinstance(item, nn.Module):
-                    _name_sharded_classes(accelerator.state.fsdp_plugin, item)
-                elif hasattr(item, "param_groups"):
-                    self._stepped(item)
-            return keeping(accelerator, *args)
-
-        return prepare_fsdp2
-
-    def _prepare_tp(self, original: Function) -> Function:
-        def prepare_tp(accelerator: Accelerator, *args: Any) -> Any:
-            models = [item for item in args if isinstance(item, nn.Module)]
-            # accelerate takes any DTensor for one of a tensor-parallel mesh.
-            ready = accelerator.is_fsdp2 and models and all(self._sharded(model) for model in models)
-            return args if ready else original(accelerator, *args)
-
-        return prepare_tp
-
-    def _prepare_deepspeed(self, original: Function) -> Function:
-        def prepare_deepspeed(accelerator: Accelerator, *args: Any) -> Any:
-            for item in args:
-                if isinstance(item, nn.Module):
-                    self._partitioned(accelerator, item)
-                elif hasattr(item, "param_groups") and accelerator.state.deepspeed_plugin.zero_stage:
-                    self._stepped(item)
-            return original(accelerator, *args)
-
-        return prepare_deepspeed
-
-
-def _keeps_parameters(original: Function) -> Function:
-    def prepare_fsdp2(accelerator: Accelerator, *args: Any) -> Any:
-        # accelerate maps parameters by addresses, and empty shards have none: put back by identity.
+    def _prepare_fsdp2(self, original: Function, accelerator: Accelerator, *args: Any) -> Any:
+        for item in args:
+            if isinstance(item, nn.Module):
+                _name_sharded_classes(accelerator.state.fsdp_plugin, item)
+            elif hasattr(item, "param_groups"):
+                self._stepped(item)
+        # accelerate finds parameters by address, and empty shards have none: put them back by identity.
         before = [
-            [
-                [parameter if isinstance(parameter, DTensor) else None for parameter in group["params"]]
-                for group in getattr(item, "param_groups", ())
-            ]
-            for item in args
+            [[p if isinstance(p, DTensor) else None for p in group["params"]] for group in groups]
+            for groups in (getattr(item, "param_groups", ()) for item in args)
         ]
         result = original(accelerator, *args)
         models = [item for item in result if isinstance(item, nn.Module)]
-        stays = {id(parameter) for model in models for parameter in model.parameters()}
+        kept = {id(parameter) for model in models for parameter in model.parameters()}
         for item, groups in zip(result, before, strict=True):
             for group, sharded in zip(item.param_groups if groups else (), groups, strict=True):
                 pairs = zip(sharded, group["params"], strict=True)
-                group["params"] = [new if old is None or id(old) not in stays else old for old, new in pairs]
+                group["params"] = [new if old is None or id(old) not in kept else old for old, new in pairs]
         return result
 
-    return prepare_fsdp2
+    def _prepare_tp(self, original: Function, accelerator: Accelerator, *args: Any) -> Any:
+        models = [item for item in args if isinstance(item, nn.Module)]
+        # accelerate takes any DTensor for one of a tensor-parallel mesh.
+        ready = accelerator.is_fsdp2 and models and all(self._sharded(model) for model in models)
+        return args if ready else original(accelerator, *args)
+
+    def _prepare_deepspeed(self, original: Function, accelerator: Accelerator, *args: Any) -> Any:
+        for item in args:
+            if isinstance(item, nn.Module):
+                self._partitioned(accelerator, item)
+            elif hasattr(item, "param_groups") and accelerator.state.deepspeed_plugin.zero_stage:
+                self._stepped(item)
+        return original(accelerator, *args)
 
 
 def _name_sharded_classes(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> None:
@@ -170,55 +143,46 @@ def _name_sharded_classes(plugin: FullyShardedDataParallelPlugin, model: nn.Modu
     ]
 
 
-def _has_a_backend_everywhere(original: Function) -> Function:
-    def prepare_backend(state: accelerate.PartialState, *args: Any, **kwargs: Any) -> tuple[object, object]:
-        from accelerate.utils import DistributedType
+def _prepare_backend(
+    original: Function, state: accelerate.PartialState, *args: Any, **kwargs: Any
+) -> tuple[object, object]:
+    """Choose gloo for DeepSpeed and FSDP2 on a host without an accelerator."""
+    from accelerate.utils import DistributedType
 
-        backend, kind = original(state, *args, **kwargs)
-        if backend is not None or int(os.environ.get("LOCAL_RANK", "-1")) == -1:
-            return backend, kind
+    backend, kind = original(state, *args, **kwargs)
+    if backend is None and int(os.environ.get("LOCAL_RANK", "-1")) != -1:
         if is_set("ACCELERATE_USE_DEEPSPEED"):
             return "gloo", kind
         if is_set("ACCELERATE_USE_FSDP") and os.environ.get("FSDP_VERSION") == "2":
             return "gloo", DistributedType.MULTI_CPU
-        return backend, kind
-
-    return prepare_backend
+    return backend, kind
 
 
-def _knows_fsdp2_everywhere(original: Function) -> Function:
-    def init(state: AcceleratorState, *args: Any, **kwargs: Any) -> None:
-        original(state, *args, **kwargs)
-        from accelerate.state import PartialState
-        from accelerate.utils import DistributedType
+def _start_state(original: Function, state: AcceleratorState, *args: Any, **kwargs: Any) -> None:
+    """Make the state of FSDP2 on a host without an accelerator say FSDP."""
+    original(state, *args, **kwargs)
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
 
-        if kwargs.get("cpu") and kwargs.get("_from_accelerator") and is_set("ACCELERATE_USE_DEEPSPEED"):
-            logger.warning(
-                "Accelerator(cpu=True): accelerate trains without the DeepSpeed that the launcher "
-                "asks for; leave out cpu=True, which hosts without accelerators do not need here"
-            )
-        plugin = kwargs.get("fsdp_plugin")
-        if (
-            plugin is not None
-            and plugin.fsdp_version == 2
-            and state.distributed_type == DistributedType.MULTI_CPU
-        ):
-            PartialState._shared_state["distributed_type"] = DistributedType.FSDP
-            state.distributed_type = DistributedType.FSDP
-            if state._mixed_precision != "no":
-                plugin.set_mixed_precision(state._mixed_precision)
-            state.fsdp_plugin = plugin
-
-    return init
+    if kwargs.get("cpu") and kwargs.get("_from_accelerator") and is_set("ACCELERATE_USE_DEEPSPEED"):
+        logger.warning(
+            "Accelerator(cpu=True): accelerate trains without the DeepSpeed that the launcher "
+            "asks for; leave out cpu=True, which hosts without accelerators do not need here"
+        )
+    plugin = kwargs.get("fsdp_plugin")
+    is_on_hosts = state.distributed_type == DistributedType.MULTI_CPU
+    if plugin is not None and plugin.fsdp_version == 2 and is_on_hosts:
+        PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+        state.distributed_type = DistributedType.FSDP
+        if state._mixed_precision != "no":
+            plugin.set_mixed_precision(state._mixed_precision)
+        state.fsdp_plugin = plugin
 
 
-def _remembers_fsdp(original: Function) -> Function:
-    def process(arguments: TrainingArguments) -> Any:
-        result = original(arguments)
-        if result is not None:
-            remember("fsdp", arguments)
-        if arguments.parallelism_config is not None:
-            remember("parallelism", arguments)
-        return result
-
-    return process
+def _remember_arguments(original: Function, arguments: TrainingArguments) -> Any:
+    result = original(arguments)
+    if result is not None:
+        remember("fsdp", arguments)
+    if arguments.parallelism_config is not None:
+        remember("parallelism", arguments)
+    return result

@@ -23,8 +23,8 @@ from zerostart.errors import EngineError
 from zerostart.upstream.deepspeed import zero3_partitions as upstream
 from zerostart.upstream.deepspeed.tensors import slices_of
 from zerostart.upstream.deepspeed.zero12_groups import expert_of
-from zerostart.upstream.guard import Use, demand, misfit
-from zerostart.upstream.patches import RefCountedPatches, Ticket, fits, replaced
+from zerostart.upstream.guard import Function, Use, demand, misfit
+from zerostart.upstream.patches import RefCountedPatches, Ticket, fits, wrap
 from zerostart.upstream.torch.tensors import edited_argument, is_edit, overloads, shares_storage
 from zerostart.upstream.types import Arguments, DeepSpeedConfig, Keywords
 
@@ -152,24 +152,18 @@ def _enter(stack: ExitStack) -> None:
         return
     from deepspeed.runtime.engine import DeepSpeedEngine
 
-    name = "_configure_expert_parallel"
-    original = getattr(DeepSpeedEngine, name)
-
-    @functools.wraps(original)
-    def configure_expert_parallel(
-        self: DeepSpeedEngine, model: nn.Module, *args: object, **kwargs: object
-    ) -> object:
+    def configure(original: Function, engine: Any, model: nn.Module, *args: Any, **kwargs: Any) -> object:
         if not wrong:  # What slices and experts need does not depend on it.
-            _check_stage(self.zero_optimization_stage(), model)
+            _check_stage(engine.zero_optimization_stage(), model)
         _open_placeholders(model)
-        _take_slices(self, model)
-        if _has_its_experts(self, model):
+        _take_slices(engine, model)
+        if _has_its_experts(engine, model):
             from deepspeed.module_inject.auto_ep_layer import ReplacementSourceMap
 
             return ReplacementSourceMap()
-        return original(self, model, *args, **kwargs)
+        return original(engine, model, *args, **kwargs)
 
-    stack.enter_context(replaced(DeepSpeedEngine, name, configure_expert_parallel))
+    wrap(stack, DeepSpeedEngine, "_configure_expert_parallel", configure)
 
 
 _seam = RefCountedPatches(_enter)
@@ -374,21 +368,18 @@ def _enter_state_dicts(stack: ExitStack) -> None:
         return
     from deepspeed.runtime.engine import DeepSpeedEngine
 
-    name = "module_state_dict"
-    original = getattr(DeepSpeedEngine, name)
+    wrap(stack, DeepSpeedEngine, "module_state_dict", _check_experts)
 
-    @functools.wraps(original)
-    def module_state_dict(engine: DeepSpeedEngine, *args: object, **kwargs: object) -> object:
-        if any(expert_of(p) is not None for p in engine.module.parameters()):
-            raise EngineError(
-                "with expert_parallel at ZeRO stages 1 and 2 DeepSpeed would save the experts of one "
-                "rank as if they were all; use zerostart.save_state(path, engine) or "
-                "zerostart.save(engine, path), or call zerostart.enable() first, which makes "
-                "engine.save_checkpoint do the same"
-            )
-        return original(engine, *args, **kwargs)
 
-    stack.enter_context(replaced(DeepSpeedEngine, name, module_state_dict))
+def _check_experts(original: Function, engine: DeepSpeedEngine, *args: Any, **kwargs: Any) -> object:
+    if any(expert_of(p) is not None for p in engine.module.parameters()):
+        raise EngineError(
+            "with expert_parallel at ZeRO stages 1 and 2 DeepSpeed would save the experts of one "
+            "rank as if they were all; use zerostart.save_state(path, engine) or "
+            "zerostart.save(engine, path), or call zerostart.enable() first, which makes "
+            "engine.save_checkpoint do the same"
+        )
+    return original(engine, *args, **kwargs)
 
 
 own_state_dicts = RefCountedPatches(_enter_state_dicts)
@@ -411,12 +402,10 @@ class Consolidation(RefCountedPatches):
         )
         from deepspeed.runtime.engine import DeepSpeedEngine
 
-        name = "_zero3_consolidated_16bit_state_dict"
-        original = getattr(DeepSpeedEngine, name)
+        wrap(stack, DeepSpeedEngine, "_zero3_consolidated_16bit_state_dict", self._consolidate)
 
-        @functools.wraps(original)
-        def consolidated(engine: DeepSpeedEngine, exclude_frozen_parameters: bool = False) -> Any:
-            found = self._whole(engine.module, exclude_frozen_parameters)
-            return original(engine, exclude_frozen_parameters) if found is NotImplemented else found
-
-        stack.enter_context(replaced(DeepSpeedEngine, name, consolidated))
+    def _consolidate(
+        self, original: Function, engine: DeepSpeedEngine, exclude_frozen_parameters: bool = False
+    ) -> Any:
+        result = self._whole(engine.module, exclude_frozen_parameters)
+        return original(engine, exclude_frozen_parameters) if result is NotImplemented else result

@@ -18,7 +18,7 @@ from torch import nn
 
 from zerostart.errors import ConfigError
 from zerostart.upstream.guard import Function, Use, demand
-from zerostart.upstream.patches import RefCountedPatches, replaced
+from zerostart.upstream.patches import RefCountedPatches, wrap
 from zerostart.upstream.transformers.attention import packed_documents, require
 
 if TYPE_CHECKING:
@@ -85,28 +85,25 @@ def _end(shared: _Shared, *_: object) -> None:
 def _enter(stack: ExitStack) -> None:
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 
-    original = UlyssesSPAttentionHF.register_with_transformers
+    wrap(stack, UlyssesSPAttentionHF, "register_with_transformers", _register)
 
-    @functools.wraps(original)
-    def register(_: object, model_name_or_path: object, *args: Any, **kwargs: Any) -> object:
-        ours = not isinstance(model_name_or_path, nn.Module) or any(
-            _ATTRIBUTE in vars(module) for module in model_name_or_path.modules()
+
+def _register(original: Function, cls: type, model_name_or_path: object, *args: Any, **kwargs: Any) -> object:
+    ours = not isinstance(model_name_or_path, nn.Module) or any(
+        _ATTRIBUTE in vars(module) for module in model_name_or_path.modules()
+    )
+    if ours and _made:
+        kind = type(model_name_or_path).__name__
+        name = model_name_or_path if isinstance(model_name_or_path, str) else kind
+        raise ConfigError(
+            f"{name} cannot share sequences beside another model: DeepSpeed registers Ulysses once in a "
+            "process. A model with as many heads of the same size is served by what is registered; use "
+            "sequence_parallel=1 for others"
         )
-        if ours and _made:
-            kind = type(model_name_or_path).__name__
-            name = model_name_or_path if isinstance(model_name_or_path, str) else kind
-            raise ConfigError(
-                f"{name} cannot share sequences beside another model: DeepSpeed registers Ulysses once in a "
-                "process. A model with as many heads of the same size is served by what is registered; use "
-                "sequence_parallel=1 for others"
-            )
-        mpu = original(model_name_or_path, *args, **kwargs)
-        if ours:
-            _take_over()
-        return mpu
-
-    name = "register_with_transformers"
-    stack.enter_context(replaced(UlyssesSPAttentionHF, name, classmethod(register)))
+    mpu = original(cls, model_name_or_path, *args, **kwargs)
+    if ours:
+        _take_over()
+    return mpu
 
 
 _held = RefCountedPatches(_enter)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -11,8 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
-from zerostart.upstream.guard import Use
-from zerostart.upstream.patches import RefCountedPatches, Ticket, replaced
+from zerostart.upstream.guard import Function, Use
+from zerostart.upstream.patches import RefCountedPatches, Ticket, wrap
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -95,22 +94,22 @@ TOUCHED = (_CONFIGURE,)
 def _enter(stack: ExitStack) -> None:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
-    configure = DeepSpeedEngine._configure_optimizer
+    wrap(stack, DeepSpeedEngine, "_configure_optimizer", _configure_optimizer)
 
-    @functools.wraps(configure)
-    def configure_optimizer(self: DeepSpeedEngine, client_optimizer: object, model_parameters: Any) -> object:
-        parameters = list(self.module.parameters())
-        ours = any(expert_of(p) is not None or marked(p) is not None for p in parameters)
-        # DeepSpeed's own MoE layers come with split groups; stage 0 partitions none.
-        if self.has_moe_layers or not ours or not self.zero_optimization():
-            return configure(self, client_optimizer, model_parameters)
-        self.has_moe_layers = any(expert_of(p) is not None and p.requires_grad for p in parameters)
-        try:
-            return configure(self, *_split(client_optimizer, model_parameters))
-        finally:
-            self.has_moe_layers = False
 
-    stack.enter_context(replaced(DeepSpeedEngine, "_configure_optimizer", configure_optimizer))
+def _configure_optimizer(
+    original: Function, engine: DeepSpeedEngine, client_optimizer: object, model_parameters: Any
+) -> object:
+    parameters = list(engine.module.parameters())
+    ours = any(expert_of(p) is not None or marked(p) is not None for p in parameters)
+    # DeepSpeed's own MoE layers come with split groups; stage 0 partitions none.
+    if engine.has_moe_layers or not ours or not engine.zero_optimization():
+        return original(engine, client_optimizer, model_parameters)
+    engine.has_moe_layers = any(expert_of(p) is not None and p.requires_grad for p in parameters)
+    try:
+        return original(engine, *_split(client_optimizer, model_parameters))
+    finally:
+        engine.has_moe_layers = False
 
 
 grouping = RefCountedPatches(_enter)

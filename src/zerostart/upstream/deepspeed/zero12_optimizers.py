@@ -22,7 +22,7 @@ from zerostart.upstream.deepspeed.zero3_partitions import follow, import_deepspe
 from zerostart.upstream.deepspeed.zero12_groups import TOUCHED as GROUPING
 from zerostart.upstream.deepspeed.zero12_groups import Keeper, Mark, RunReader, grouping, marked, remark
 from zerostart.upstream.guard import Function, Use, misfit
-from zerostart.upstream.patches import RefCountedPatches, replaced
+from zerostart.upstream.patches import RefCountedPatches, replaced, wrap
 from zerostart.upstream.torch.byte_sums import lanes_of, signed
 from zerostart.upstream.types import Arguments, Keywords
 
@@ -219,30 +219,25 @@ def enter_constructors(stack: ExitStack) -> None:
     from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-    for owner, kind in ((DeepSpeedZeroOptimizer, _Zero), (BF16_Optimizer, _BF16)):
-        new = _constructor(owner.__init__, kind)
-        stack.enter_context(replaced(owner, "__init__", new))
+    wrap(stack, DeepSpeedZeroOptimizer, "__init__", functools.partial(_construct, _Zero))
+    wrap(stack, BF16_Optimizer, "__init__", functools.partial(_construct, _BF16))
 
 
-def _constructor(original: Function, kind: type[Adoption]) -> Function:
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def construct(self: ZeROOptimizer, *args: Any, **kwargs: object) -> None:
-        bound = signature.bind(self, *args, **kwargs)
-        bound.apply_defaults()
-        adoption = kind(self, bound.arguments)
-        if not adoption.concerned:
-            original(self, *args, **kwargs)
-            return
-        # No gradients while parameters move; the constructor itself runs with them, as it would.
-        with torch.no_grad():
-            adoption.adopt()
-            with torch.enable_grad(), adoption.overrides():
-                original(self, *args, **kwargs)
-            adoption.read_masters()
-
-    return construct
+def _construct(
+    kind: type[Adoption], original: Function, optimizer: ZeROOptimizer, *args: Any, **kwargs: Any
+) -> None:
+    bound = inspect.signature(original).bind(optimizer, *args, **kwargs)
+    bound.apply_defaults()
+    adoption = kind(optimizer, bound.arguments)
+    if not adoption.concerned:
+        original(optimizer, *args, **kwargs)
+        return
+    # No gradients while parameters move; the constructor itself runs with them, as it would.
+    with torch.no_grad():
+        adoption.adopt()
+        with torch.enable_grad(), adoption.overrides():
+            original(optimizer, *args, **kwargs)
+        adoption.read_masters()
 
 
 class _Zero(Adoption):
@@ -351,31 +346,23 @@ def _enter(stack: ExitStack) -> None:
     enter_constructors(stack)
     grouping.open()
     stack.callback(grouping.close)
-    broadcast, construct = DeepSpeedEngine._broadcast_model, DeepSpeedEngine.__init__
-    signature = inspect.signature(construct)
-
-    @functools.wraps(broadcast)
-    def broadcast_model(self: DeepSpeedEngine) -> None:
-        with _spared(self):
-            broadcast(self)
-
-    @functools.wraps(construct)
-    def construct_engine(self: DeepSpeedEngine, *args: object, **kwargs: object) -> None:
-        given = signature.bind(self, *args, **kwargs).arguments
-        for keeper in _keepers(given.get("model")):
-            # Before the constructor looks at devices. Collective.
-            keeper.bring()
-        construct(self, *args, **kwargs)
-        if self.optimizer is not None:
-            for keeper in _keepers(given.get("model")):
-                # Weakly: a model may outlive its engine, which would be kept with all its buffers.
-                keeper.optimizer = weakref.ref(self.optimizer)
-
-    stack.enter_context(replaced(DeepSpeedEngine, "_broadcast_model", broadcast_model))
-    stack.enter_context(replaced(DeepSpeedEngine, "__init__", construct_engine))
+    wrap(stack, DeepSpeedEngine, "_broadcast_model", _broadcast_model)
+    wrap(stack, DeepSpeedEngine, "__init__", _construct_engine)
 
 
 _held = RefCountedPatches(_enter)
+
+
+def _construct_engine(original: Function, engine: DeepSpeedEngine, *args: Any, **kwargs: Any) -> None:
+    model = inspect.signature(original).bind(engine, *args, **kwargs).arguments.get("model")
+    for keeper in _keepers(model):
+        # Before the constructor looks at devices. Collective.
+        keeper.bring()
+    original(engine, *args, **kwargs)
+    if engine.optimizer is not None:
+        for keeper in _keepers(model):
+            # Weakly: a model may outlive its engine, which would be kept with all its buffers.
+            keeper.optimizer = weakref.ref(engine.optimizer)
 
 
 def _keepers(model: object) -> list[Keeper]:
@@ -383,9 +370,8 @@ def _keepers(model: object) -> list[Keeper]:
     return list({id(m.keeper): m.keeper for p in parameters if (m := marked(p)) is not None}.values())
 
 
-@contextlib.contextmanager
-def _spared(engine: DeepSpeedEngine) -> Iterator[None]:
-    """Keep DeepSpeed from broadcasting equal parameters: it passes over those with ``ds_optim_param``."""
+def _broadcast_model(original: Function, engine: DeepSpeedEngine) -> None:
+    """Broadcast only parameters that differ: DeepSpeed passes over those with ``ds_optim_param``."""
     sharing: dict[str | None, list[Any]] = {}
     if engine.dist_backend is not None:
         for parameter in engine.module.parameters():
@@ -399,10 +385,10 @@ def _spared(engine: DeepSpeedEngine) -> Iterator[None]:
     for parameter in spared:
         parameter.ds_optim_param = True
     try:
-        yield
+        original(engine)
     finally:
         for parameter in spared:
-            # For the call alone: other code of DeepSpeed's reads the same attribute.
+            # Only for this call: other code of DeepSpeed's reads the same attribute.
             del parameter.ds_optim_param
 
 

@@ -20,8 +20,8 @@ import torch
 from zerostart.errors import EngineError
 from zerostart.upstream.deepspeed import zero3_start as starting
 from zerostart.upstream.deepspeed.zero3_partitions import follow_partition, require, tell_changed
-from zerostart.upstream.guard import Use, demand, misfit
-from zerostart.upstream.patches import RefCountedPatches, Ticket, enter_when_imported, replaced
+from zerostart.upstream.guard import Function, Use, demand, misfit
+from zerostart.upstream.patches import RefCountedPatches, Ticket, enter_when_imported, wrap
 
 if TYPE_CHECKING:
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
@@ -98,22 +98,18 @@ def mark(
 
 
 def _enter(stack: ExitStack) -> None:
-    optimizer = require_stage3()
-    name = "_get_trainable_parameter_groups"
-    original = getattr(optimizer, name)
+    wrap(stack, require_stage3(), "_get_trainable_parameter_groups", _get_groups)
 
-    @functools.wraps(original)
-    def get_groups(self: Any) -> object:
-        groups: list[ParameterGroup] = original(self)
-        # Without a mark it stays the stock optimizer, also while other models' marks keep this in place.
-        if any(hasattr(p, _ATTRIBUTE) for group in groups for p in group["params"]):
-            base: type = type(self)
-            self.__class__ = _subclass(base)
-            groups = self.split_by_buffer(groups)
-            self.arrange_partitions(groups)
-        return groups
 
-    stack.enter_context(replaced(optimizer, name, get_groups))
+def _get_groups(original: Function, optimizer: Any) -> object:
+    groups: list[ParameterGroup] = original(optimizer)
+    # Without a mark it stays the stock optimizer, also while other models' marks keep this in place.
+    if any(hasattr(p, _ATTRIBUTE) for group in groups for p in group["params"]):
+        base: type = type(optimizer)
+        optimizer.__class__ = _subclass(base)
+        groups = optimizer.split_by_buffer(groups)
+        optimizer.arrange_partitions(groups)
+    return groups
 
 
 _held = RefCountedPatches(_enter)
@@ -123,26 +119,23 @@ _ALIGNMENT = 16
 
 
 def _align(stack: ExitStack, module: ModuleType) -> None:
+    if not misfit((_GATHER,)):
+        wrap(stack, module, "_no_gather_coalesced", _gather_aligned)
+
+
+def _gather_aligned(original: Function, params: Iterable[ZeroParameter]) -> Any:
     """Copy gathered experts of loaded models that a kernel would refuse for their address.
 
     On one rank DeepSpeed gathers nothing: a parameter is a view of its one buffer of all partitions. After a
     small parameter such a view is not aligned, and ``torch._grouped_mm`` refuses it on CUDA.
     """
-    if misfit((_GATHER,)):
-        return
-    stock = module.__dict__["_no_gather_coalesced"]
-
-    @functools.wraps(stock)
-    def gathered(params: Iterable[ZeroParameter]) -> Any:
-        params = list(params)
-        handle = stock(params)
-        for parameter in params:
-            experts = len(parameter.ds_shape) > 2 and _mark_of(parameter) is not None
-            if experts and parameter.data.data_ptr() % _ALIGNMENT:
-                parameter.data = parameter.data.clone()
-        return handle
-
-    stack.enter_context(replaced(module, "_no_gather_coalesced", gathered))
+    params = list(params)
+    handle = original(params)
+    for parameter in params:
+        experts = len(parameter.ds_shape) > 2 and _mark_of(parameter) is not None
+        if experts and parameter.data.data_ptr() % _ALIGNMENT:
+            parameter.data = parameter.data.clone()
+    return handle
 
 
 _aligned = RefCountedPatches(lambda stack: enter_when_imported(stack, _MODULE, _align))

@@ -10,7 +10,6 @@ import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from zerostart.upstream.deepspeed.zero3_partitions import mark_leaves
 from zerostart.upstream.guard import Function, Use, demand, misfit
-from zerostart.upstream.patches import RefCountedPatches, replaced
+from zerostart.upstream.patches import RefCountedPatches, replaced, wrap
 from zerostart.upstream.types import Arguments, Keywords
 
 if TYPE_CHECKING:
@@ -113,16 +112,14 @@ def defragmenting() -> Iterator[None]:
     """Inside, ``defragment`` leaves partitions where they are if they need not be moved."""
     from deepspeed.runtime.zero import stage3
 
-    module: ModuleType = stage3
-    original = module.defragment
-
-    @functools.wraps(original)
-    def defragment(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        whole = joined(tensors)
-        return original(tensors) if whole is None else whole
-
-    with replaced(module, "defragment", defragment):
+    with ExitStack() as stack:
+        wrap(stack, stage3, "defragment", _defragment)
         yield
+
+
+def _defragment(original: Function, tensors: Sequence[torch.Tensor]) -> Any:
+    whole = joined(tensors)
+    return original(tensors) if whole is None else whole
 
 
 @contextlib.contextmanager
@@ -131,7 +128,7 @@ def ungathered(parameters: Sequence[Any]) -> Iterator[None]:
     spared = [
         p for p in parameters if p.ds_status.name == "NOT_AVAILABLE" and p.ds_zero_param_process_group is None
     ]
-    with contextlib.ExitStack() as stack:
+    with ExitStack() as stack:
         for parameter in spared:
             for name in ("all_gather", "partition"):
                 stack.enter_context(replaced(parameter, name, _nothing))
@@ -219,27 +216,23 @@ def keep_printable(model: nn.Module) -> None:
 def _put(stack: ExitStack) -> None:
     demand((_BEGINNING,))
     owner = sys.modules[_MODULE].__dict__["DeepSpeedEngine"]
-    original = owner._configure_zero_optimizer
+    wrap(stack, owner, "_configure_zero_optimizer", _configure_quietly)
+    wrap(stack, owner, "_configure_distributed_model", _take_model)
 
-    @functools.wraps(original)
-    def configure(self: DeepSpeedEngine, optimizer: object) -> object:
-        kind = type(self.module)
-        with replaced(kind, "__repr__", lambda _: f"{kind.__name__}()"):
-            return original(self, optimizer)
 
-    take_model = owner._configure_distributed_model
+def _configure_quietly(original: Function, engine: DeepSpeedEngine, optimizer: object) -> object:
+    kind = type(engine.module)
+    with replaced(kind, "__repr__", lambda _: f"{kind.__name__}()"):
+        return original(engine, optimizer)
 
-    @functools.wraps(take_model)
-    def take(self: DeepSpeedEngine, model: nn.Module) -> object:
-        if self.zero_optimization_partition_weights():
-            parts = [part for part in model.modules() if part in _kept_whole and part is not model]
-            for part in parts:  # not the model itself: DeepSpeed needs a parameter
-                if not any(parameter.requires_grad for parameter in part.parameters()):
-                    _hide(part, self.device)
-        return take_model(self, model)
 
-    stack.enter_context(replaced(owner, "_configure_zero_optimizer", configure))
-    stack.enter_context(replaced(owner, "_configure_distributed_model", take))
+def _take_model(original: Function, engine: DeepSpeedEngine, model: nn.Module) -> object:
+    if engine.zero_optimization_partition_weights():
+        parts = [part for part in model.modules() if part in _kept_whole and part is not model]
+        for part in parts:  # not the model itself: DeepSpeed needs a parameter
+            if not any(parameter.requires_grad for parameter in part.parameters()):
+                _hide(part, engine.device)
+    return original(engine, model)
 
 
 _printable = RefCountedPatches(_put)

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from zerostart.upstream.guard import Function, Use, demand
-from zerostart.upstream.patches import RefCountedPatches, enter_when_imported, replaced, replaced_everywhere
+from zerostart.upstream.patches import RefCountedPatches, enter_when_imported, wrap
 from zerostart.upstream.transformers.loading import without_zero3
 
 _MODEL = "diffsynth.core.loader.model"
@@ -66,41 +66,29 @@ class DiffSynthSeam(RefCountedPatches):
         enter_when_imported(stack, _FILE, self._with_keys)
 
     def _with_loading(self, stack: ExitStack, module: ModuleType) -> None:
-        original = module.load_model
-        new = self._load_model(original)
-        stack.enter_context(replaced_everywhere("load_model", original, new))
+        wrap(stack, module, "load_model", self._load_model, everywhere=True)
 
     def _with_keys(self, stack: ExitStack, module: ModuleType) -> None:
-        original: Function = module.load_keys_dict_from_bin
+        wrap(stack, module, "load_keys_dict_from_bin", self._load_keys)
 
-        @functools.wraps(original)
-        def load_keys_dict_from_bin(file_path: Any) -> Any:
-            found = self._keys(file_path)
-            return original(file_path) if found is None else found
+    def _load_keys(self, original: Function, file_path: Any) -> Any:
+        found = self._keys(file_path)
+        return original(file_path) if found is None else found
 
-        stack.enter_context(replaced(module, "load_keys_dict_from_bin", load_keys_dict_from_bin))
+    def _load_model(self, original: Function, *args: Any, **kwargs: Any) -> object:
+        bound = inspect.signature(original).bind(*args, **kwargs)
+        bound.apply_defaults()
+        # A module may keep this function after the block has ended.
+        call = self._choose(bound.arguments["model_class"], bound.arguments) if self.is_open else None
+        if call is None:
+            result = original(*args, **kwargs)
+            self._left(result)
+            return result
+        require()
 
-    def _load_model(self, original: Function) -> Function:
-        signature = inspect.signature(original)
+        def own() -> Any:
+            # Its own loading reads the whole model, which ``zero.Init`` would partition too early.
+            with without_zero3():
+                return original(*args, **kwargs)
 
-        @functools.wraps(original)
-        def load_model(*args: Any, **kwargs: Any) -> object:
-            bound = signature.bind(*args, **kwargs)
-            bound.apply_defaults()
-            given = dict(bound.arguments)
-            # A module may have kept it beyond the block.
-            call = self._choose(given["model_class"], given) if self.is_open else None
-            if call is None:
-                result = original(*args, **kwargs)
-                self._left(result)
-                return result
-            require()
-
-            def own() -> Any:
-                # Its own loading reads the whole model, which ``zero.Init`` would partition too early.
-                with without_zero3():
-                    return original(*args, **kwargs)
-
-            return call.load_model(own)
-
-        return load_model
+        return call.load_model(own)

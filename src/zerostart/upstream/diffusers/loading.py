@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from types import ModuleType
@@ -13,7 +12,7 @@ from torch import nn
 
 from zerostart.upstream.diffusers.weights import require as require_version
 from zerostart.upstream.guard import Function, Use, demand
-from zerostart.upstream.patches import RefCountedPatches, enter_when_imported, replaced
+from zerostart.upstream.patches import RefCountedPatches, enter_when_imported, wrap
 from zerostart.upstream.seam import LoadingSeam
 
 if TYPE_CHECKING:
@@ -57,55 +56,39 @@ class DiffusersSeam(LoadingSeam):
     def _imported(self, stack: ExitStack, module: ModuleType) -> None:
         require()
         mixin: type[ModelMixin] = module.ModelMixin
-        for owner, name, make in (
-            (mixin, "from_pretrained", self.from_pretrained),
-            (mixin, "_load_pretrained_model", self._load_pretrained_model),
-            (module, "ContextManagers", self._contexts),
-            (module, "load_state_dict", self._load_state_dict),
-        ):
-            original = vars(owner)[name]
-            new = make(getattr(original, "__func__", original))
-            stack.enter_context(replaced(owner, name, new))
+        wrap(stack, mixin, "from_pretrained", self.from_pretrained)
+        wrap(stack, mixin, "_load_pretrained_model", self._load_pretrained_model)
+        wrap(stack, module, "ContextManagers", self._contexts)
+        wrap(stack, module, "load_state_dict", self._load_state_dict)
 
-    def _contexts(self, original: Function) -> Function:
-        @functools.wraps(original)
-        def contexts(managers: list[Any]) -> Any:
-            call = self.without_weights()
-            # The managers that it would enter build without weights in its own way, and with its own dtype.
-            return original(managers) if call is None else call.building(torch.get_default_dtype())[1]
+    def _contexts(self, original: Function, managers: list[Any]) -> Any:
+        call = self.without_weights()
+        # The library's managers build without weights in its own way, and with its own dtype.
+        return original(managers) if call is None else call.building(torch.get_default_dtype())[1]
 
-        return contexts
+    def _load_state_dict(self, original: Function, *args: Any, **kwargs: Any) -> object:
+        return original(*args, **kwargs) if self.without_weights() is None else {}
 
-    def _load_state_dict(self, original: Function) -> Function:
-        @functools.wraps(original)
-        def load_state_dict(*args: Any, **kwargs: Any) -> object:
-            return original(*args, **kwargs) if self.without_weights() is None else {}
-
-        return load_state_dict
-
-    def _load_pretrained_model(self, original: Function) -> object:
-        @functools.wraps(original)
-        def load(
-            cls: type[ModelMixin],
-            model: ModelMixin,
-            state_dict: Any,
-            files: list[Any],
-            name: object,
-            keys: list[str],
-            **options: object,
-        ) -> object:
-            call = self.without_weights()
-            if call is None:
-                return original(cls, model, state_dict, files, name, keys, **options)
-            missing, unexpected, mismatched = call.load(model, [str(file) for file in files], name, options)
-            call.model = model
-            found = sorted((set(model.state_dict()) - missing) | unexpected)
-            # With nothing to read it says what is missing and unexpected.
-            model, absent, surplus, _, index, errors = original(cls, model, None, [], name, found)
-            return model, absent, surplus, sorted(mismatched), index, errors
-
-        new: Any = load
-        return classmethod(new)
+    def _load_pretrained_model(
+        self,
+        original: Function,
+        cls: type[ModelMixin],
+        model: ModelMixin,
+        state_dict: Any,
+        files: list[Any],
+        name: object,
+        keys: list[str],
+        **options: object,
+    ) -> object:
+        call = self.without_weights()
+        if call is None:
+            return original(cls, model, state_dict, files, name, keys, **options)
+        missing, unexpected, mismatched = call.load(model, [str(file) for file in files], name, options)
+        call.model = model
+        found = sorted((set(model.state_dict()) - missing) | unexpected)
+        # With nothing to read, the library reports what is missing and unexpected.
+        model, absent, surplus, _, index, errors = original(cls, model, None, [], name, found)
+        return model, absent, surplus, sorted(mismatched), index, errors
 
 
 _FLUX = Use(
@@ -132,18 +115,18 @@ class LoraShapes(RefCountedPatches):
 
     def _imported(self, stack: ExitStack, module: ModuleType) -> None:
         demand(LORA_TOUCHED, "zerostart cannot have LoRAs loaded into a Flux in shards")
-        owner = module.FluxLoraLoaderMixin
         for name in _FLUX.functions:
-            new: Any = classmethod(self._sent(vars(owner)[name].__func__))
-            stack.enter_context(replaced(owner, name, new))
+            wrap(stack, module.FluxLoraLoaderMixin, name, self._compare)
 
-    def _sent(self, original: Function) -> Function:
-        @functools.wraps(original)
-        def call(
-            cls: Any, transformer: nn.Module, lora_state_dict: Any = None, *args: object, **kwargs: Any
-        ) -> object:
-            given = {**(lora_state_dict or {}), **dict(*args[:1]), **kwargs.get("norm_state_dict", {})}
-            with self._shown(transformer, given):
-                return original(cls, transformer, lora_state_dict, *args, **kwargs)
-
-        return call
+    def _compare(
+        self,
+        original: Function,
+        cls: Any,
+        transformer: nn.Module,
+        lora_state_dict: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> object:
+        tensors = {**(lora_state_dict or {}), **dict(*args[:1]), **kwargs.get("norm_state_dict", {})}
+        with self._shown(transformer, tensors):
+            return original(cls, transformer, lora_state_dict, *args, **kwargs)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -13,13 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from zerostart.upstream.guard import Function, Use
-from zerostart.upstream.patches import (
-    RefCountedPatches,
-    enter_when_imported,
-    fits,
-    replaced,
-    replaced_everywhere,
-)
+from zerostart.upstream.patches import RefCountedPatches, enter_when_imported, fits, wrap
 
 if TYPE_CHECKING:
     import torch
@@ -108,11 +103,11 @@ class AdapterCalls(RefCountedPatches):
     def _enter(self, stack: ExitStack) -> None:
         stack.callback(self._classes.clear)
         for uses, imported in (
-            ((_INJECTED, _SIZES, _MERGED), self._layers_imported),
-            ((_GATHERED,), self._gathers),
-            ((_TOKENS,), self._collects),
-            ((_READ,), self._files_imported),
-            ((_PROMPTS,), self._prompts),
+            ((_INJECTED, _SIZES, _MERGED), self._wrap_layers),
+            ((_GATHERED,), _wrap_gathering),
+            ((_TOKENS,), _wrap_tokens),
+            ((_READ,), self._wrap_reading),
+            ((_PROMPTS,), self._wrap_prompts),
         ):
             module = uses[0].owner.partition(":")[0]
             enter_when_imported(stack, module, functools.partial(self._imported, uses, imported))
@@ -127,108 +122,73 @@ class AdapterCalls(RefCountedPatches):
         if fits(stack, self, uses, _REMEDY):
             serve(stack, module)
 
-    def _layers_imported(self, stack: ExitStack, module: ModuleType) -> None:
-        name = "_get_in_out_features"
-        measured = getattr(module, name)
-        stack.enter_context(replaced_everywhere(name, measured, _measures(measured)))
-        original = module.BaseTuner.inject_adapter
+    def _wrap_layers(self, stack: ExitStack, module: ModuleType) -> None:
+        wrap(stack, module, "_get_in_out_features", _measure, everywhere=True)
+        wrap(stack, module.BaseTuner, "inject_adapter", functools.partial(self._inject, stack, module))
+        wrap(stack, module.BaseTunerLayer, "enable_adapters", self._switch)
 
-        @functools.wraps(original)
-        def inject(
-            tuner: BaseTuner, model: nn.Module, adapter_name: str, *args: Any, **kwargs: object
-        ) -> object:
-            original_call = functools.partial(original, tuner, model, adapter_name, *args, **kwargs)
-            config = tuner.peft_config[adapter_name]
-            begins = getattr(config, "init_lora_weights", True)
-            of_values = isinstance(begins, str) and begins not in _OWN_BEGIN
-            of_norms = bool(getattr(config, "use_dora", False))
-            found = self._injecting(original_call, model, of_values or of_norms)
-            for kind in {type(m) for m in model.modules() if isinstance(m, module.BaseTunerLayer)}:
-                self._serve(stack, kind)
-            return found
+    def _inject(
+        self,
+        stack: ExitStack,
+        module: ModuleType,
+        original: Function,
+        tuner: BaseTuner,
+        model: nn.Module,
+        adapter_name: str,
+        *args: Any,
+        **kwargs: Any,
+    ) -> object:
+        original_call = functools.partial(original, tuner, model, adapter_name, *args, **kwargs)
+        config = tuner.peft_config[adapter_name]
+        begins = getattr(config, "init_lora_weights", True)
+        of_values = isinstance(begins, str) and begins not in _OWN_BEGIN
+        of_norms = bool(getattr(config, "use_dora", False))
+        result = self._injecting(original_call, model, of_values or of_norms)
+        kinds = {type(m) for m in model.modules() if isinstance(m, module.BaseTunerLayer)}
+        for owner, name in itertools.product((o for k in kinds for o in k.__mro__), ("merge", "unmerge")):
+            if name in vars(owner) and (owner, name) not in self._classes:
+                self._classes.add((owner, name))
+                wrap(stack, owner, name, self._merge)
+        return result
 
-        stack.enter_context(replaced(module.BaseTuner, "inject_adapter", inject))
-        switched = module.BaseTunerLayer.enable_adapters
+    def _switch(self, original: Function, layer: BaseTunerLayer, enabled: bool) -> Any:
+        if not enabled:
+            self._disabling(layer)
+        return original(layer, enabled)
 
-        @functools.wraps(switched)
-        def switch(layer: BaseTunerLayer, enabled: bool) -> Any:
-            if not enabled:
-                self._disabling(layer)
-            return switched(layer, enabled)
+    def _merge(self, original: Function, layer: BaseTunerLayer, *args: Any, **kwargs: Any) -> object:
+        call = functools.partial(original, layer, *args, **kwargs)
+        return self._merging(call, layer, original.__name__)
 
-        stack.enter_context(replaced(module.BaseTunerLayer, "enable_adapters", switch))
+    def _wrap_prompts(self, stack: ExitStack, module: ModuleType) -> None:
+        wrap(stack, module.PeftModel, "_setup_prompt_encoder", self._set_up)
 
-    def _serve(self, stack: ExitStack, kind: type) -> None:
-        for owner, name in self._own(kind):
-            self._classes.add((owner, name))
-            stack.enter_context(replaced(owner, name, self._sent(vars(owner)[name], name)))
+    def _set_up(self, original: Function, model: nn.Module, adapter_name: str) -> Any:
+        return self._surrounding(functools.partial(original, model, adapter_name), model)
 
-    def _own(self, kind: type) -> Iterator[tuple[type, str]]:
-        for owner in kind.__mro__:
-            for name in ("merge", "unmerge"):
-                if name in vars(owner) and (owner, name) not in self._classes:
-                    yield owner, name
-
-    def _sent(self, original: Function, name: str) -> Function:
-        @functools.wraps(original)
-        def call(layer: BaseTunerLayer, *args: Any, **kwargs: Any) -> object:
-            return self._merging(functools.partial(original, layer, *args, **kwargs), layer, name)
-
-        return call
-
-    def _gathers(self, stack: ExitStack, module: ModuleType) -> None:
-        name = "check_deepspeed_zero3_enabled"
-        original = getattr(module, name)
-
-        @functools.wraps(original)
-        def enabled() -> bool:
-            # PEFT asks whether ZeRO-3 is configured; GatheredParameters ignores what is not partitioned.
-            return original() or "deepspeed" in sys.modules
-
-        stack.enter_context(replaced_everywhere(name, original, enabled))
-
-    def _prompts(self, stack: ExitStack, module: ModuleType) -> None:
-        name = "_setup_prompt_encoder"
-        original = getattr(module.PeftModel, name)
-
-        @functools.wraps(original)
-        def set_up(model: nn.Module, adapter_name: str) -> Any:
-            return self._surrounding(functools.partial(original, model, adapter_name), model)
-
-        stack.enter_context(replaced(module.PeftModel, name, set_up))
-
-    def _files_imported(self, stack: ExitStack, module: ModuleType) -> None:
-        name = "get_peft_model_state_dict"
-        original = getattr(module, name)
-
-        @functools.wraps(original)
-        def read(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return self._reading(original, model, *args, **kwargs)
-
-        stack.enter_context(replaced_everywhere(name, original, read))
-
-    def _collects(self, stack: ExitStack, module: ModuleType) -> None:
-        name = "_collect_token_weights"
-        original = getattr(module.TrainableTokensLayer, name)
-
-        @functools.wraps(original)
-        def collect(
-            layer: TrainableTokensLayer, weight: torch.Tensor, rows: torch.Tensor, embed_dim: int
-        ) -> Any:
-            return (
-                original(layer, weight, rows, embed_dim) if hasattr(weight, "ds_id") else layer.weight[rows]
-            )
-
-        stack.enter_context(replaced(module.TrainableTokensLayer, name, collect))
+    def _wrap_reading(self, stack: ExitStack, module: ModuleType) -> None:
+        wrap(stack, module, "get_peft_model_state_dict", self._reading, everywhere=True)
 
 
-def _measures(original: Function) -> Function:
-    @functools.wraps(original)
-    def sizes(module: nn.Module) -> Any:
-        weight = module.weight if isinstance(module, nn.Linear) else None
-        # Sharded by FSDP2 alone: PEFT would take the local shape, and the layer computes with the whole.
-        if isinstance(weight, DTensor) and not _CUTTING & {*(weight.device_mesh.mesh_dim_names or ())}:
-            return module.in_features, module.out_features
-        return original(module)
+def _wrap_gathering(stack: ExitStack, module: ModuleType) -> None:
+    # PEFT asks whether ZeRO-3 is configured; GatheredParameters ignores what is not partitioned.
+    name = "check_deepspeed_zero3_enabled"
+    wrap(stack, module, name, lambda original: original() or "deepspeed" in sys.modules, everywhere=True)
 
-    return sizes
+
+def _wrap_tokens(stack: ExitStack, module: ModuleType) -> None:
+    wrap(stack, module.TrainableTokensLayer, "_collect_token_weights", _collect)
+
+
+def _collect(
+    original: Function, layer: TrainableTokensLayer, weight: torch.Tensor, rows: torch.Tensor, embed_dim: int
+) -> Any:
+    return original(layer, weight, rows, embed_dim) if hasattr(weight, "ds_id") else layer.weight[rows]
+
+
+def _measure(original: Function, module: nn.Module) -> Any:
+    weight = module.weight if isinstance(module, nn.Linear) else None
+    # PEFT would take the local shape of a FSDP2 shard, but the layer computes with the whole.
+    if isinstance(weight, DTensor) and not _CUTTING & {*(weight.device_mesh.mesh_dim_names or ())}:
+        return module.in_features, module.out_features
+    return original(module)

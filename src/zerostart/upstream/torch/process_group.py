@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from zerostart.upstream.guard import Use, demand, misfit
-from zerostart.upstream.patches import RefCountedPatches, replaced_everywhere
+from zerostart.upstream.guard import Function, Use, demand, misfit
+from zerostart.upstream.patches import RefCountedPatches, wrap
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -106,15 +106,12 @@ class BeforeTheEnd(RefCountedPatches):
     def _enter(self, stack: ExitStack) -> None:
         if misfit((_DESTROY,)):
             return  # the save that is broken off says so, and the process ends with an error
+        wrap(stack, distributed_c10d, "destroy_process_group", self._destroy, everywhere=True)
+
+    def _destroy(self, original: Function, group: dist.ProcessGroup | None = None) -> None:
         parts: ModuleType = distributed_c10d
-        original = parts.destroy_process_group
-
-        @functools.wraps(original)
-        def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
-            try:
-                if group is None or group == parts.GroupMember.WORLD:
-                    self._finish()
-            finally:
-                original(group)
-
-        stack.enter_context(replaced_everywhere("destroy_process_group", original, destroy_process_group))
+        try:
+            if group is None or group == parts.GroupMember.WORLD:
+                self._finish()
+        finally:
+            original(group)

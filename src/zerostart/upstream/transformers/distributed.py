@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from zerostart.upstream.guard import Use, demand
-from zerostart.upstream.patches import RefCountedPatches, replaced
+from zerostart.upstream.guard import Function, Use, demand
+from zerostart.upstream.patches import RefCountedPatches, wrap
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from transformers import PreTrainedModel
+    from transformers.distributed.configuration_utils import DistributedConfig
     from transformers.distributed.tensor_parallel import TensorParallelLayer
 
 
@@ -57,29 +58,23 @@ class AxesAsked:
         return (self.experts, self.tensors, self.data, self.replicas, self.stages) == (1, 1, 1, 1, 1)
 
 
-class Noting(RefCountedPatches):
-    """Notes the flag in each ``DistributedConfig`` that is made while it is open."""
-
-    def __init__(self) -> None:
-        super().__init__(_enter)
-
-
 def _enter(stack: ExitStack) -> None:
     demand((_FLAG, _ASKED), "zerostart.enabled() cannot translate distributed_config; use zerostart.load")
     from transformers.distributed.configuration_utils import DistributedConfig
 
-    name = "__post_init__"
-    original = DistributedConfig.__post_init__
+    wrap(stack, DistributedConfig, "__post_init__", _note_flag)
 
-    @functools.wraps(original)
-    def post_init(self: DistributedConfig) -> None:
-        sizes = (self.tp_size, self.tp_plan, getattr(self, "ep_size", None))
-        alone = bool(self.enable_expert_parallel) and sizes == (None, None, None)
-        original(self)
-        if alone:
-            setattr(self, _ATTRIBUTE, True)
 
-    stack.enter_context(replaced(DistributedConfig, name, post_init))
+def _note_flag(original: Function, config: DistributedConfig) -> None:
+    sizes = (config.tp_size, config.tp_plan, getattr(config, "ep_size", None))
+    alone = bool(config.enable_expert_parallel) and sizes == (None, None, None)
+    original(config)
+    if alone:
+        setattr(config, _ATTRIBUTE, True)
+
+
+#: Note ``enable_expert_parallel`` without a size in each new ``DistributedConfig``.
+flag_notes = RefCountedPatches(_enter)
 
 
 def axes_asked(config: object) -> AxesAsked:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from zerostart.upstream.guard import Function, Use, demand
-from zerostart.upstream.patches import replaced
+from zerostart.upstream.patches import wrap
 from zerostart.upstream.seam import LoadingSeam
 
 if TYPE_CHECKING:
@@ -136,108 +136,99 @@ class TransformersSeam(LoadingSeam):
         from transformers import modeling_utils
 
         model: type[PreTrainedModel] = modeling_utils.PreTrainedModel
-        for name, make in (
+        for name, replacement in (
             ("from_pretrained", self.from_pretrained),
             ("get_init_context", self._get_init_context),
             ("_load_pretrained_model", self._load_pretrained_model),
             ("_finalize_model_loading", self._finalize_model_loading),
             ("_from_config", self._from_config),
         ):
-            stack.enter_context(replaced(model, name, make(vars(model)[name].__func__)))
-        name = "get_hf_quantizer"
-        made = self._get_hf_quantizer(modeling_utils.get_hf_quantizer)
-        stack.enter_context(replaced(modeling_utils, name, made))
+            wrap(stack, model, name, replacement)
+        wrap(stack, modeling_utils, "get_hf_quantizer", self._get_hf_quantizer)
 
-    def _from_config(self, original: Function) -> object:
-        @functools.wraps(original)
-        def from_config(cls: type, *args: Any, **kwargs: Any) -> object:
-            call = None if _is_part_of_another() else self._starting(cls, kwargs)
-            if call is None:
-                return original(cls, *args, **kwargs)
-            with call.agreeing():
-                return call.start(lambda: original(cls, *args, **call.arguments))
+    def _from_config(self, original: Function, cls: type, *args: Any, **kwargs: Any) -> object:
+        call = None if _is_part_of_another() else self._starting(cls, kwargs)
+        if call is None:
+            return original(cls, *args, **kwargs)
+        with call.agreeing():
+            return call.start(lambda: original(cls, *args, **call.arguments))
 
-        return classmethod(from_config)
+    def _get_init_context(
+        self, original: Function, cls: type, dtype: torch.dtype, *args: Any, **kwargs: Any
+    ) -> object:
+        call = self.without_weights()
+        if call is None:
+            return original(cls, dtype, *args, **kwargs)
+        from transformers import modeling_utils
 
-    def _get_init_context(self, original: Function) -> object:
-        @functools.wraps(original)
-        def get_init_context(cls: type, dtype: torch.dtype, *args: Any, **kwargs: Any) -> object:
-            call = self.without_weights()
-            if call is None:
-                return original(cls, dtype, *args, **kwargs)
-            from transformers import modeling_utils
+        # The library enters its own contexts first: the last one is innermost.
+        chosen, context = call.building(dtype)
+        modeling_utils.logger.info(f"Detected {call.setup}: zerostart loads the weights in shards")
+        with without_zero3():
+            contexts = original(cls, chosen, *args, **kwargs)
+        return [*contexts, modeling_utils.set_zero3_state(), context]
 
-            # The contexts of the library come first and ours last, so that ours is innermost while it builds.
-            chosen, context = call.building(dtype)
-            modeling_utils.logger.info(f"Detected {call.setup}: zerostart loads the weights in shards")
-            with without_zero3():
-                contexts = original(cls, chosen, *args, **kwargs)
-            return [*contexts, modeling_utils.set_zero3_state(), context]
+    def _get_hf_quantizer(
+        self,
+        original: Function,
+        config: PreTrainedConfig,
+        quantization_config: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> object:
+        call = self.without_weights()
+        # A configuration that the caller passes is a wish to quantise now.
+        if call is not None and quantization_config is None:
+            call.dequantising(config)
+        return original(config, quantization_config, *args, **kwargs)
 
-        return classmethod(get_init_context)
+    def _load_pretrained_model(
+        self,
+        original: Function,
+        model: PreTrainedModel,
+        state_dict: Mapping[str, torch.Tensor] | None,
+        checkpoint_files: list[str] | None,
+        load_config: LoadStateDictConfig,
+        expected_keys: Any = None,
+    ) -> Any:
+        call = self.without_weights()
+        if call is None:  # or an adapter of the loaded model
+            return original(model, state_dict, checkpoint_files, load_config, expected_keys)
+        from transformers.utils.loading_report import LoadStateDictInfo
 
-    def _get_hf_quantizer(self, original: Function) -> Function:
-        @functools.wraps(original)
-        def get_hf_quantizer(
-            config: PreTrainedConfig, quantization_config: Any, *args: object, **kwargs: object
-        ) -> object:
-            call = self.without_weights()
-            # A configuration that the caller passes is a wish to quantise now, and stays the library's.
-            if call is not None and quantization_config is None:
-                call.dequantising(config)
-            return original(config, quantization_config, *args, **kwargs)
+        missing, unexpected, mismatched = call.load(model, checkpoint_files, state_dict, load_config)
+        # What is built or read from here on, such as an adapter, is not of this call.
+        call.model = model
+        info = {
+            "missing_keys": missing,
+            "unexpected_keys": unexpected,
+            "mismatched_keys": mismatched,
+            "error_msgs": [],
+            "conversion_errors": {},
+        }
+        rest = set(LoadStateDictInfo.__dataclass_fields__) - set(info)
+        return LoadStateDictInfo(**info, **{name: set() for name in rest}), None
 
-        return get_hf_quantizer
+    def _finalize_model_loading(
+        self,
+        original: Function,
+        model: PreTrainedModel,
+        load_config: LoadStateDictConfig,
+        loading_info: LoadStateDictInfo,
+    ) -> object:
+        call = self.innermost()
+        if call is None or call.model is not model:
+            return original(model, load_config, loading_info)
+        from transformers import modeling_utils
 
-    def _load_pretrained_model(self, original: Function) -> Function:
-        @functools.wraps(original)
-        def load(
-            model: PreTrainedModel,
-            state_dict: Mapping[str, torch.Tensor] | None,
-            checkpoint_files: list[str] | None,
-            load_config: LoadStateDictConfig,
-            expected_keys: Any = None,
-        ) -> Any:
-            call = self.without_weights()
-            if call is None:  # or an adapter of the loaded model
-                return original(model, state_dict, checkpoint_files, load_config, expected_keys)
-            from transformers.utils.loading_report import LoadStateDictInfo
-
-            missing, unexpected, mismatched = call.load(model, checkpoint_files, state_dict, load_config)
-            # What is built or read from here on, such as an adapter, is not of this call.
-            call.model = model
-            info = {
-                "missing_keys": missing,
-                "unexpected_keys": unexpected,
-                "mismatched_keys": mismatched,
-                "error_msgs": [],
-                "conversion_errors": {},
-            }
-            rest = set(LoadStateDictInfo.__dataclass_fields__) - set(info)
-            return LoadStateDictInfo(**info, **{name: set() for name in rest}), None
-
-        return staticmethod(load)
-
-    def _finalize_model_loading(self, original: Function) -> Function:
-        @functools.wraps(original)
-        def finalize(
-            model: PreTrainedModel, load_config: LoadStateDictConfig, loading_info: LoadStateDictInfo
-        ) -> object:
-            call = self.innermost()
-            if call is None or call.model is not model:
-                return original(model, load_config, loading_info)
-            from transformers import modeling_utils
-
-            modeling_utils.log_state_dict_report(
-                model=model,
-                pretrained_model_name_or_path=load_config.pretrained_model_name_or_path,
-                ignore_mismatched_sizes=load_config.ignore_mismatched_sizes,
-                loading_info=loading_info,
-                logger=modeling_utils.logger,
-            )
-            return loading_info
-
-        return staticmethod(finalize)
+        modeling_utils.log_state_dict_report(
+            model=model,
+            pretrained_model_name_or_path=load_config.pretrained_model_name_or_path,
+            ignore_mismatched_sizes=load_config.ignore_mismatched_sizes,
+            loading_info=loading_info,
+            logger=modeling_utils.logger,
+        )
+        return loading_info
 
 
 def _is_part_of_another() -> bool:

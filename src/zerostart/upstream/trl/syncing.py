@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from zerostart.upstream.guard import Function, Use, is_first_rank, misfit
-from zerostart.upstream.patches import RefCountedPatches, enter_when_imported, replaced
+from zerostart.upstream.patches import RefCountedPatches, enter_when_imported, wrap
 
 logger = logging.getLogger("zerostart")
 
@@ -61,16 +61,12 @@ class WeightSyncs(RefCountedPatches):
             if is_first_rank():
                 logger.warning("TRL keeps its own synchronisation of weights with vLLM: %s", wrong)
             return
-        generation, client = module.VLLMGeneration, module.VLLMClient
-        stack.enter_context(replaced(generation, "sync_weights", _sent(generation.sync_weights, self._sync)))
-        stack.enter_context(
-            replaced(client, "init_communicator", _sent(client.init_communicator, self._connect))
-        )
+        wrap(stack, module.VLLMGeneration, "sync_weights", _sender(self._sync))
+        wrap(stack, module.VLLMClient, "init_communicator", _sender(self._connect))
 
 
-def _sent(original: Function, replacement: Callable[[Callable[[], None], Any], None]) -> Function:
-    @functools.wraps(original)
-    def call(self: object, *args: Any, **kwargs: Any) -> None:
-        replacement(functools.partial(original, self, *args, **kwargs), self)
+def _sender(replacement: Callable[[Callable[[], None], Any], None]) -> Function:
+    def call(original: Function, owner: object, *args: Any, **kwargs: Any) -> None:
+        replacement(functools.partial(original, owner, *args, **kwargs), owner)
 
     return call
