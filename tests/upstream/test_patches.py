@@ -106,6 +106,8 @@ def originals() -> dict[tuple[str, str], Any]:
         (use.owner, name): value
         for use in declared_uses()
         if use.library.installed() and not use.owner.startswith("torch:_C")
+        # Given back at the next torch function of a DTensor.
+        if use.owner != "torch.distributed.tensor:DTensor"
         for name in use.functions
         if callable(value := vars(resolve(use.owner)).get(name))
     }

@@ -215,10 +215,10 @@ class World:
         value: T = made  # type: ignore[assignment]  # every rank has it now
         return value
 
-    def broadcast_slow(self, make: Callable[[], T], during: str, source: int = 0) -> T:
-        """As ``broadcast_object``, for what takes longer than the timeout: ``make`` runs in a thread."""
+    def broadcast_slow(self, make: Callable[[], T], during: str) -> T:
+        """As ``broadcast_object`` from rank 0, for what takes longer than the timeout, in a thread."""
         if self.size == 1:
-            return self.broadcast_object(make, during, source)
+            return self.broadcast_object(make, during)
         made: Future[T] = Future()
 
         def work() -> None:
@@ -227,23 +227,19 @@ class World:
             except BaseException as error:
                 made.set_exception(error)
 
-        if self.rank == source:
+        if self.rank == 0:
             threading.Thread(target=work, daemon=True).start()  # one that keeps no process from ending
-        while self.broadcast_object(lambda: bool(wait([made], _MEETING_SECONDS).not_done), during, source):
+        while self.broadcast_object(lambda: bool(wait([made], _MEETING_SECONDS).not_done), during):
             continue
-        return self.broadcast_object(made.result, during, source)
+        return self.broadcast_object(made.result, during)
 
     def all_reduce_sum(self, values: torch.Tensor, during: str) -> torch.Tensor:
         """Return the sum over all ranks of a 1-D CPU tensor of integers, of one length on all."""
         total = values.clone()
         with DeferredSignals() as signals:
-            length = torch.tensor([values.numel()], device="cpu")
-            # Tensors of unlike lengths would be added up wrongly, or wait for ever: so lengths are compared
-            # first.
-            if not self._meet(during, None, length.numpy().tobytes()).alike:
-                raise _diverged(
-                    [f"{n} numbers of '{during}'" for n in self._gathered(during, length).view(-1).tolist()]
-                )
+            # Tensors of unlike lengths would be added up wrongly, or wait for ever.
+            if lengths := self._meet(during, None, b"%d" % values.numel(), gather=True).bodies:
+                raise _diverged([f"{length.decode()} numbers of '{during}'" for length in lengths])
             if self.size > 1 and total.numel():
                 self._transfer(during, dist.all_reduce, total)
         signals.deliver()
@@ -342,7 +338,7 @@ class World:
         if self.size == 1:
             if failure is not None:
                 self._raise(failure, report_of(failure), None)
-            return _Head(len(data), True, [])
+            return _Head(len(data), [])
         report, place = b"" if failure is None else report_of(failure), during.encode()
         with DeferredSignals() as signals:
             # All is asked by one MAX: the lengths for the buffers of what follows; a hash and its negative,
@@ -376,7 +372,7 @@ class World:
             self._raise(failure, told.numpy().tobytes(), -first if others else None)
         if astray:
             raise _diverged([f"'{body.decode()}'" for body in bodies])
-        return _Head(longest, not unlike, bodies)
+        return _Head(longest, bodies)
 
     def _raise(self, failure: BaseException | None, report: bytes, rank: int | None) -> NoReturn:
         if failure is not None and not isinstance(failure, Exception):
@@ -390,13 +386,10 @@ class World:
     def _bodies(self, during: str, message: bytes, longest: int) -> list[bytes]:
         # all_gather wants rows of one length: each begins with how much of it is meant.
         sized = len(message).to_bytes(8, "little") + message
-        rows = self._gathered(during, _room(8 + longest, sized)).numpy()
-        return [row[8:][: int.from_bytes(row[:8].tobytes(), "little")].tobytes() for row in rows]
-
-    def _gathered(self, during: str, own: torch.Tensor) -> torch.Tensor:
+        own = _room(8 + longest, sized)
         rows = own.new_empty(self.size, own.numel())
         self._transfer(during, dist.all_gather, list(rows), own)
-        return rows
+        return [row[8:][: int.from_bytes(row[:8].tobytes(), "little")].tobytes() for row in rows.numpy()]
 
     def _transfer(
         self, during: str, collective: Callable[..., Any], *arguments: object, **options: object
@@ -429,9 +422,7 @@ class World:
 class _Head(NamedTuple):
     #: Bytes of the longest data.
     longest: int
-    #: Whether all ranks have the same data.
-    alike: bool
-    #: All data.
+    #: Data of every rank; empty if all are equal or nothing was gathered.
     bodies: list[bytes]
 
 

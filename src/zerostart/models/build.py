@@ -23,7 +23,6 @@ from zerostart.models.registry import described_by_tensors, library_in, library_
 from zerostart.recipe import Coverage, Recipes, Target, matched, symbols_of
 from zerostart.upstream.transformers.models import (
     check_built,
-    initialising,
     is_imported,
     is_pretrained,
     without_weights,
@@ -241,7 +240,9 @@ def build_fresh(model: object, asked: torch.dtype | None, dtype: torch.dtype | N
         return Built(model, OperatorLog(), dtype, False, library_of(model))
     make, own = maker_of(model, asked)
     name, state = getattr(make, "__name__", repr(make)), torch.get_rng_state()
-    made, log = _made(make, lambda: initialising(asked or own or torch.get_default_dtype()), name)
+    made, log = _made(
+        make, lambda: without_weights(asked or own or torch.get_default_dtype(), is_initialised=True), name
+    )
     if not isinstance(made, nn.Module):
         raise ConfigError(f"model={name} returned a {type(made).__name__}, not a torch.nn.Module")
     # On meta draws leave the generator alone; so whoever has moved it has drawn real numbers, or seeded.

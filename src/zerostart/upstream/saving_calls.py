@@ -22,87 +22,73 @@ _TRAINER = "transformers.trainer:Trainer"
 _LOGGER = "diffsynth.diffusion.logger:ModelLogger"
 _TRAINED = "diffsynth.diffusion.training_module:DiffusionTrainingModule"
 _PIPELINE = "diffsynth.diffusion.base_pipeline:BasePipeline"
-_SAVE_PRETRAINED = Use(
-    _MODEL,
-    "save_pretrained(save_directory, is_main_process, state_dict, *, max_shard_size, push_to_hub, "
-    "variant, save_original_format, save_peft_format), push_to_hub",
-    "a sharded model is saved by all ranks",
-)
-_SAVE_MIXIN = Use(
-    _MIXIN,
-    "save_pretrained(save_directory, is_main_process, *, safe_serialization, variant, max_shard_size, "
-    "push_to_hub), push_to_hub",
-    "a sharded model is saved by all ranks",
-)
-_SAVE_PIPELINE = Use(
-    _DIFFUSERS_PIPELINE,
-    "save_pretrained(save_directory), push_to_hub",
-    "the index names the classes of models as the library has them",
-)
-_SAVE_ADAPTERS = Use(
-    _PEFT_MODEL,
-    "save_pretrained(save_directory, safe_serialization, selected_adapters, *, is_main_process, "
-    "save_embedding_layers), push_to_hub",
-    "the same for adapters of a sharded model",
-)
-_SAVE_MODEL = Use(
-    _ACCELERATOR,
-    "save_model(model, save_directory, max_shard_size, *, safe_serialization), get_state_dict(model, unwrap)",
-    "a model that zerostart loaded is saved without a gather",
-)
-_FSDP = Use(
-    "accelerate.accelerator",
-    "save_fsdp_model, save_fsdp_optimizer, load_fsdp_model, load_fsdp_optimizer, load_accelerator_state",
-    "save_state and load_state work for any number of ranks",
-)
-_WAITING = Use(
-    "accelerate.state:PartialState",
-    "wait_for_everyone",
-    "a rank that waits there is known not to come to a save that one rank has called alone",
-)
-_CHECKPOINTS = Use(
-    _ENGINE,
-    "save_checkpoint(save_dir, tag, client_state, save_latest, exclude_frozen_parameters), "
-    "load_checkpoint(load_dir, tag, load_module_strict, load_optimizer_states, *, "
-    "load_lr_scheduler_states, load_module_only, custom_load_fn)",
-    "checkpoints of accelerate and the Trainer are for any number of ranks",
-)
-_TRAINER_MODEL = Use(
-    _TRAINER,
-    "save_model(output_dir, _internal_call), _load_from_checkpoint(resume_from_checkpoint, model), "
-    "_load_optimizer_and_scheduler(checkpoint), "
-    "_prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint), evaluation_loop(dataloader)",
-    "the model is saved without a gather, and evaluated before it is trained",
-)
-_TRAINER_STATE = Use(
-    "transformers.trainer",
-    "deepspeed_load_checkpoint(deepspeed_engine, checkpoint_path), save_fsdp_model, "
-    "save_fsdp_optimizer, load_fsdp_model, load_fsdp_optimizer, get_last_checkpoint(folder)",
-    "the same functions, as the Trainer imports them",
-)
-_SAVE_TRAINED = Use(
-    _LOGGER, "save_model(accelerator, model, file_name)", "what is trained is saved by all ranks"
-)
-_RESUME_TRAINED = Use(
-    _TRAINED,
-    "resume_from_checkpoint(path, remove_prefix_in_ckpt)",
-    "what was trained before is read by each rank",
-)
-_LOAD_LORA = Use(_PIPELINE, "load_lora(module)", "refused where each rank has a part of the weights")
 TOUCHED = (
-    _SAVE_PRETRAINED,
-    _SAVE_MIXIN,
-    _SAVE_PIPELINE,
-    _SAVE_ADAPTERS,
-    _SAVE_MODEL,
-    _FSDP,
-    _WAITING,
-    _CHECKPOINTS,
-    _TRAINER_MODEL,
-    _TRAINER_STATE,
-    _SAVE_TRAINED,
-    _RESUME_TRAINED,
-    _LOAD_LORA,
+    Use(
+        _MODEL,
+        "save_pretrained(save_directory, is_main_process, state_dict, *, max_shard_size, push_to_hub, "
+        "variant, save_original_format, save_peft_format), push_to_hub",
+        "a sharded model is saved by all ranks",
+    ),
+    Use(
+        _MIXIN,
+        "save_pretrained(save_directory, is_main_process, *, safe_serialization, variant, max_shard_size, "
+        "push_to_hub), push_to_hub",
+        "a sharded model is saved by all ranks",
+    ),
+    Use(
+        _DIFFUSERS_PIPELINE,
+        "save_pretrained(save_directory), push_to_hub",
+        "the index names the classes of models as the library has them",
+    ),
+    Use(
+        _PEFT_MODEL,
+        "save_pretrained(save_directory, safe_serialization, selected_adapters, *, is_main_process, "
+        "save_embedding_layers), push_to_hub",
+        "the same for adapters of a sharded model",
+    ),
+    Use(
+        _ACCELERATOR,
+        "save_model(model, save_directory, max_shard_size, *, safe_serialization), "
+        "get_state_dict(model, unwrap)",
+        "a model that zerostart loaded is saved without a gather",
+    ),
+    Use(
+        "accelerate.accelerator",
+        "save_fsdp_model, save_fsdp_optimizer, load_fsdp_model, load_fsdp_optimizer, load_accelerator_state",
+        "save_state and load_state work for any number of ranks",
+    ),
+    Use(
+        "accelerate.state:PartialState",
+        "wait_for_everyone",
+        "a rank that waits there is known not to come to a save that one rank has called alone",
+    ),
+    Use(
+        _ENGINE,
+        "save_checkpoint(save_dir, tag, client_state, save_latest, exclude_frozen_parameters), "
+        "load_checkpoint(load_dir, tag, load_module_strict, load_optimizer_states, *, "
+        "load_lr_scheduler_states, load_module_only, custom_load_fn)",
+        "checkpoints of accelerate and the Trainer are for any number of ranks",
+    ),
+    Use(
+        _TRAINER,
+        "save_model(output_dir, _internal_call), _load_from_checkpoint(resume_from_checkpoint, model), "
+        "_load_optimizer_and_scheduler(checkpoint), "
+        "_prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint), evaluation_loop(dataloader)",
+        "the model is saved without a gather, and evaluated before it is trained",
+    ),
+    Use(
+        "transformers.trainer",
+        "deepspeed_load_checkpoint(deepspeed_engine, checkpoint_path), save_fsdp_model, "
+        "save_fsdp_optimizer, load_fsdp_model, load_fsdp_optimizer, get_last_checkpoint(folder)",
+        "the same functions, as the Trainer imports them",
+    ),
+    Use(_LOGGER, "save_model(accelerator, model, file_name)", "what is trained is saved by all ranks"),
+    Use(
+        _TRAINED,
+        "resume_from_checkpoint(path, remove_prefix_in_ckpt)",
+        "what was trained before is read by each rank",
+    ),
+    Use(_PIPELINE, "load_lora(module)", "refused where each rank has a part of the weights"),
 )
 
 _REMEDY = "zerostart cannot take over this call; use zerostart.save and save_state"

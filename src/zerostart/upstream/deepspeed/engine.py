@@ -11,9 +11,8 @@ import torch
 
 from zerostart.errors import ConfigError, UnsupportedVersionError
 from zerostart.upstream.deepspeed.steps import TOUCHED as STEPS
-from zerostart.upstream.deepspeed.steps import base_optimizer, optimizer_of_engine
+from zerostart.upstream.deepspeed.steps import base_optimizer, masters_of, optimizer_of_engine
 from zerostart.upstream.deepspeed.zero12_groups import marked
-from zerostart.upstream.deepspeed.zero12_optimizers import shares_of
 from zerostart.upstream.guard import Use, demand
 from zerostart.upstream.torch.tensors import row_major
 
@@ -103,21 +102,13 @@ def counters(engine: DeepSpeedEngine) -> dict[str, Any]:
 
 def set_counters(engine: DeepSpeedEngine, saved: Mapping[str, Any]) -> None:
     """Put back what ``counters`` gave; what this engine does not have is left out."""
-    engine.global_steps = saved.get("global_steps", engine.global_steps)
-    engine.global_samples = saved.get("global_samples", engine.global_samples)
-    engine.micro_steps = saved.get("micro_steps", engine.micro_steps)
+    scaler = _scaler(engine)
+    for owner, names, values in ((engine, _COUNTERS, saved), (scaler, _SCALE, saved.get("scale", {}))):
+        for name in names:
+            if hasattr(owner, name) and name in values:
+                setattr(owner, name, values[name])
     if "window" not in saved:  # The next one begins here, however many batches this engine puts into one.
         engine.micro_steps += -engine.micro_steps % engine.gradient_accumulation_steps()
-    engine.skipped_steps = saved.get("skipped_steps", engine.skipped_steps)
-    scale, scaler = saved.get("scale", {}), _scaler(engine)
-    if hasattr(scaler, "cur_scale"):
-        scaler.cur_scale = scale.get("cur_scale", scaler.cur_scale)
-    if hasattr(scaler, "cur_iter"):
-        scaler.cur_iter = scale.get("cur_iter", scaler.cur_iter)
-    if hasattr(scaler, "last_overflow_iter"):
-        scaler.last_overflow_iter = scale.get("last_overflow_iter", scaler.last_overflow_iter)
-    if hasattr(scaler, "cur_hysteresis"):
-        scaler.cur_hysteresis = scale.get("cur_hysteresis", scaler.cur_hysteresis)
 
 
 def _scaler(engine: DeepSpeedEngine) -> object:
@@ -205,12 +196,14 @@ def master_of(parameter: torch.Tensor) -> Iterator[Master | None]:
                 "optimizer would not follow a change; install a known version (zerostart env lists "
                 "them)"
             )
-        flat = any(hasattr(optimizer, name) for name in ("round_robin_bit16_groups", "bf16_groups"))
-        if flat:
-            yield _in_partition(optimizer, parameter)
+        steps = masters_of(optimizer)
+        pairs = ((step, m) for step in steps for m in step.members if m.parameter is parameter)
+        step, member = next(pairs, (None, None))
+        if step is None or member is None:
+            yield None
         else:
-            with _in_groups(optimizer, parameter) as found:
-                yield found
+            with row_major(step.tensor.detach()) as values:
+                yield member.first or 0, values[member.at : member.at + member.count]
 
 
 def optimizer_of(parameter: torch.Tensor) -> ZeROOptimizer | None:
@@ -241,25 +234,3 @@ def _partitioned(parameter: Any) -> Iterator[Master | None]:
         parameter.ds_secondary_tensor = None  # Made again of what the next forward gathers.
     if parameter.ds_status == module.ZeroParamStatus.AVAILABLE:
         module.free_param(parameter)  # Gathered again when a module needs it.
-
-
-def _in_partition(optimizer: ZeROOptimizer, parameter: torch.Tensor) -> Master | None:
-    shares = shares_of(optimizer)
-    return next(((first, share) for member, first, share in shares if member is parameter), None)
-
-
-@contextlib.contextmanager
-def _in_groups(optimizer: ZeROOptimizer, parameter: torch.Tensor) -> Iterator[Master | None]:
-    for number, group in enumerate(getattr(optimizer, "fp16_groups", ())):
-        offset = 0
-        for place, member in enumerate(group):
-            if member is parameter:
-                flats = getattr(optimizer, "fp32_groups_flat", None)
-                if flats is not None:
-                    yield 0, flats[number].detach()[offset : offset + parameter.numel()]
-                    return
-                with row_major(optimizer.fp32_groups[number][place].detach()) as values:
-                    yield 0, values
-                return
-            offset += member.numel()
-    yield None

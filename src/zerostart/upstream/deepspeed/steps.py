@@ -82,17 +82,26 @@ def steps_of(engine: DeepSpeedEngine) -> list[Stepped]:
         return []
     if wrapper is base:
         return plain_steps(base)
+    steps = list(masters_of(wrapper))
+    if not steps:
+        raise EngineError(
+            f"{type(wrapper).__name__} is an optimizer of DeepSpeed that zerostart does not know; "
+            "use engine.save_checkpoint"
+        )
+    return steps
+
+
+def masters_of(wrapper: Any) -> Iterator[Stepped]:
+    """Yield the masters of an optimizer of DeepSpeed; none if the optimizer is unknown."""
     # By attributes: the modules of the classes import what this machine may lack. Stage 3, 1 and 2, then 0.
     if hasattr(wrapper, "fp32_partitioned_groups_flat"):
-        return list(_partitioned(wrapper, base))
-    if hasattr(wrapper, "single_partition_of_fp32_groups") or hasattr(wrapper, "fp32_groups_flat_partition"):
-        return list(_in_partitions(wrapper, base))
-    if hasattr(wrapper, "fp32_groups_flat") or hasattr(wrapper, "fp32_groups"):
-        return list(_in_groups(wrapper, base))
-    raise EngineError(
-        f"{type(wrapper).__name__} is an optimizer of DeepSpeed that zerostart does not know; "
-        "use engine.save_checkpoint"
-    )
+        yield from _partitioned(wrapper, wrapper.optimizer)
+    elif hasattr(wrapper, "single_partition_of_fp32_groups") or hasattr(
+        wrapper, "fp32_groups_flat_partition"
+    ):
+        yield from _in_partitions(wrapper, wrapper.optimizer)
+    elif hasattr(wrapper, "fp32_groups_flat") or hasattr(wrapper, "fp32_groups"):
+        yield from _in_groups(wrapper, wrapper.optimizer)
 
 
 def _partitioned(wrapper: DeepSpeedOptimizer, base: torch.optim.Optimizer) -> Iterator[Stepped]:

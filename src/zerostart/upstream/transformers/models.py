@@ -105,20 +105,27 @@ def is_imported() -> bool:
 
 
 @contextlib.contextmanager
-def without_weights(dtype: torch.dtype) -> Iterator[None]:
-    """Build models on meta in ``dtype``, untied, whatever DeepSpeed configuration is active.
+def without_weights(dtype: torch.dtype, is_initialised: bool = False) -> Iterator[None]:
+    """Build models on meta in ``dtype``, whatever DeepSpeed configuration is active.
 
-    The library's own contexts are entered only if it is imported.
+    They are untied and without values, unless ``is_initialised``: then as on the CPU. The library's own
+    contexts are entered only if it is imported.
     """
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with contextlib.ExitStack() as stack:
+            if is_initialised and is_imported():
+                demand((_DEVICE, _CONTEXTS))
             fits = is_imported() and _builds()
             if fits:
-                from transformers import initialization
+                from transformers import initialization, modeling_utils
 
-                stack.enter_context(initialization.no_tie_weights())
+                if is_initialised:
+                    name = "get_torch_context_manager_or_global_device"
+                    stack.enter_context(replaced(modeling_utils, name, lambda: None))
+                else:
+                    stack.enter_context(initialization.no_tie_weights())
                 stack.enter_context(without_zero_init())
             # Before its guard, which puts linspace, whose values constructors read, back on the CPU.
             stack.enter_context(torch.device("meta"))
@@ -257,33 +264,6 @@ def show_experts(model: PreTrainedModel) -> None:
 def is_configuration(value: object) -> bool:
     """Whether ``value`` is a transformers configuration, without importing transformers to find out."""
     return is_of_class(type(value), "transformers.configuration_utils:PreTrainedConfig")
-
-
-@contextlib.contextmanager
-def initialising(dtype: torch.dtype) -> Iterator[None]:
-    """Build models on meta in ``dtype``, initialised and tied as on the CPU.
-
-    The library's own contexts are entered only if it is imported.
-    """
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with contextlib.ExitStack() as stack:
-            if not is_imported():
-                stack.enter_context(torch.device("meta"))
-                yield
-                return
-            demand((_DEVICE, _CONTEXTS))
-            from transformers import initialization, modeling_utils
-
-            module: ModuleType = modeling_utils
-            stack.enter_context(replaced(module, "get_torch_context_manager_or_global_device", lambda: None))
-            stack.enter_context(without_zero_init())
-            stack.enter_context(torch.device("meta"))
-            stack.enter_context(initialization.meta_device_safe_creation_ops())
-            yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 _MODULE = "transformers.dynamic_module_utils"
