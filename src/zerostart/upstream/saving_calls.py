@@ -73,7 +73,8 @@ TOUCHED = (
         _TRAINER,
         "save_model(output_dir, _internal_call), _load_from_checkpoint(resume_from_checkpoint, model), "
         "_load_optimizer_and_scheduler(checkpoint), "
-        "_prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint), evaluation_loop(dataloader)",
+        "_prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint), "
+        "evaluation_loop(dataloader)",
         "the model is saved without a gather, and evaluated before it is trained",
     ),
     Use(
