@@ -51,8 +51,8 @@ class _Calls:
         self.store.set(f"call/{self.count('calls')}", json.dumps([kind, directory]))
         self.count("calls", 1)
 
-    def lead(self, directory: str) -> None:
-        """Return as rank 0 when all others make this call."""
+    def lead(self, directory: str) -> bool:
+        """Return as rank 0, always True, when all others make this call."""
         number = self.count("calls")
         self.announce(_TOGETHER, directory)
         self.store.set(f"here/{number}/0", directory)
@@ -61,6 +61,7 @@ class _Calls:
             theirs = self.store.get(f"here/{number}/{rank}").decode()
             if theirs != directory:
                 raise _diverged_error(directory, rank, theirs)
+        return True
 
     def follow(self, directory: str) -> bool:
         while True:
@@ -162,12 +163,7 @@ def join_save(directory: str | os.PathLike[str]) -> bool:
     Raises ConfigError where the other ranks do not come, or save somewhere else.
     """
     calls = _here()
-    if calls is None:
-        return True
-    if calls.rank:
-        return calls.follow(os.fspath(directory))
-    calls.lead(os.fspath(directory))
-    return True
+    return calls is None or (calls.follow if calls.rank else calls.lead)(os.fspath(directory))
 
 
 def note_wait() -> None:

@@ -244,21 +244,12 @@ def check_tensors(model: nn.Module, config: EngineConfig | None = None) -> None:
     loaded, shared = get_record(model).engine.mesh.tensor_parallel, parallelism()
     now = 1 if shared is None else shared.tp_size
     configured = ((config or {}).get("tensor_parallel") or {}).get("autotp_size", 0)
-    if loaded > 1 and loaded not in (now, configured):
-        there = (
-            ""
-            if config is None
-            else f', or DeepSpeed\'s configuration "tensor_parallel": {{"autotp_size": {loaded}}}'
-        )
-        raise ConfigError(
-            f"{type(model).__name__} was loaded with tensor_parallel={loaded}, whose ranks must "
-            "get the same batch, but accelerate gives each rank a batch of its own; make the "
-            "Accelerator or TrainingArguments before the model, with "
-            f"ParallelismConfig(tp_size={loaded}){there}"
-        )
-    if config is None and loaded != now:
-        raise ConfigError(
-            f"{type(model).__name__} was loaded with tensor_parallel={loaded}, but accelerate has "
-            f"{now} ranks share tensors; make the Accelerator or TrainingArguments before the "
-            "model"
-        )
+    # DeepSpeed itself may have other ranks share tensors of a model that was loaded whole.
+    if loaded == now or (config is not None and loaded in (1, configured)):
+        return
+    there = f', or DeepSpeed\'s configuration "tensor_parallel": {{"autotp_size": {loaded}}}'
+    raise ConfigError(
+        f"{type(model).__name__} was loaded with tensor_parallel={loaded}, whose ranks must get the same "
+        f"batch, but accelerate has {now} ranks share tensors; make the Accelerator or TrainingArguments "
+        f"before the model, with ParallelismConfig(tp_size={loaded}){'' if config is None else there}"
+    )

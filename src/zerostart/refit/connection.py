@@ -12,7 +12,7 @@ from torch import nn
 
 from zerostart.errors import ConfigError, PeerError
 from zerostart.refit.image import Image, SharedImage
-from zerostart.refit.receiver import EngineWeights, FillPlan, FromReader, Receiver
+from zerostart.refit.receiver import EngineWeights, FillPlan, Receiver
 from zerostart.refit.wire import PROTOCOL, Message, connect, socket_path
 
 logger = logging.getLogger("zerostart")
@@ -44,8 +44,7 @@ class Connection:
         within = timeout if within is None else within
         self._channel = connect(socket_path(address), time.monotonic() + within)
         try:
-            hello = {"protocol": PROTOCOL, "name": self.name, "version": receiver.version}
-            self._send("hello", hello)
+            self._send("hello", {"protocol": PROTOCOL, "name": self.name})
             message = self._channel.receive("image", "refused", deadline=time.monotonic() + timeout)
             self._take_image(message)
         except BaseException:
@@ -109,7 +108,7 @@ class Connection:
     def _fill(self, version: int, sums: Any) -> int:
         assert self._image is not None, "not closed"
         try:
-            self._plan.fill(FromReader(self._image.part))
+            self._plan.fill(self._image)
             self._plan.check(sums, version)
         except Exception as error:  # an engine raises anything
             self._send("failed", {"version": version, "why": f"{type(error).__name__}: {error}"})

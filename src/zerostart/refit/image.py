@@ -27,8 +27,10 @@ from zerostart.checkpoint.storage import Reader, Rows, Storage
 from zerostart.checkpoint.write.shards import SaveLayout, plan_shards
 from zerostart.errors import CheckpointError, ConfigError, ReadError, WriteError
 from zerostart.recipe import torch_dtype
+from zerostart.transfer.execute import Progress, execute
 from zerostart.transfer.planning.plan import Plan
 from zerostart.transfer.planning.writes import Write, WritePlan
+from zerostart.transfer.tuning import push_threads
 
 #: Name, dtype in safetensors' spelling, and shape of a tensor.
 Entry = tuple[str, str, Sequence[int]]
@@ -258,6 +260,14 @@ class SharedImage:
         finally:
             os.close(descriptor)
         self.part = ImagePart(image.layout, 0, torch.frombuffer(self._memory, dtype=torch.uint8))
+
+    def fill(self, plan: Plan, storages: Sequence[torch.Tensor]) -> None:
+        """Fill ``storages``, one for each destination of ``plan``."""
+        execute(plan, storages, Progress(0, False), push_threads(), self.part)
+
+    def sum(self, image: Image, runs: Runs, digests: Digests) -> None:
+        """Add the elements of ``runs`` to ``digests``."""
+        image.sum_rows(runs, digests, self.part.rows)
 
     def close(self) -> None:
         """Unmap the memory, with the last reference to it."""

@@ -24,9 +24,8 @@ from zerostart.geometry import Box, Piece
 from zerostart.geometry.layout import Layout, LocalBox
 from zerostart.recipe import Computed, Recipe, symbols_of, torch_dtype
 from zerostart.recipe.dtypes import holds
-from zerostart.refit.image import Image, ImagePart, Runs, Sums, differing
+from zerostart.refit.image import Image, Runs, Sums, differing
 from zerostart.refit.loaders import trace_loader
-from zerostart.transfer.execute import Progress, execute
 from zerostart.transfer.planning import Destination, Plan, PlanOptions, join
 from zerostart.transfer.planning.writes import Origin, WritePlan, plan_writes
 from zerostart.transfer.tuning import push_threads
@@ -94,19 +93,6 @@ class Supply(Protocol):
     def sum(self, image: Image, runs: Runs, digests: Digests) -> None:
         """Add the elements of ``runs`` to ``digests``."""
         ...
-
-
-@dataclass(frozen=True)
-class FromReader:
-    """Bytes that are in memory already."""
-
-    reader: ImagePart
-
-    def fill(self, plan: Plan, storages: Sequence[torch.Tensor]) -> None:
-        execute(plan, storages, Progress(0, False), push_threads(), self.reader)
-
-    def sum(self, image: Image, runs: Runs, digests: Digests) -> None:
-        image.sum_rows(runs, digests, self.reader.rows)
 
 
 class Receiver:

@@ -360,7 +360,7 @@ class WeightSource:
             raise ConfigError(f"rank={rank} is not one of the {world.size} ranks")
         self._model, self._settings = model, settings
         self._targets = range(world.size) if rank is None else (rank,)
-        self._image = self._prepare().image
+        self._image = prepare_model(model, settings, world).image
 
     def metadata(self) -> list[Target]:
         """Return name, dtype and whole shape of each tensor, in the order of iteration; not collective."""
@@ -376,7 +376,7 @@ class WeightSource:
         """Pass over the weights as they are when it begins; collective, to the end."""
         world, image = self._world, self._image
         with world.phase("giving whole tensors of the checkpoint"):
-            ready = self._prepare()
+            ready = prepare_model(self._model, self._settings, world)
             if ready.image.entries != image.entries:
                 raise ConfigError(
                     "the model's tensors have changed since weight_source was called; call it again"
@@ -397,6 +397,3 @@ class WeightSource:
                             flat = out.view(-1).view(torch.uint8)[low - entry.offset : high - entry.offset]
                             flat.copy_(band.rows(low, high - low, 0, 1)[0])
                 yield meta.name, out
-
-    def _prepare(self) -> ModelWrites:
-        return prepare_model(self._model, self._settings, self._world)
