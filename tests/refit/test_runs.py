@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.drawn import examples
-from zerostart.refit.image import Runs
+from zerostart.refit.image import ByteSet
 
 Row = tuple[int, int, int, int]
 
@@ -29,7 +29,7 @@ def bytes_of(rows: list[Row]) -> set[int]:
     }
 
 
-def content(runs: Runs) -> set[int]:
+def content(runs: ByteSet) -> set[int]:
     """The bytes of runs, which are as the class says that they are."""
     table: list[Row] = [tuple(line) for line in runs.rows.tolist()]  # type: ignore[misc]
     found = bytes_of(table)
@@ -48,10 +48,10 @@ def content(runs: Runs) -> set[int]:
 @settings(max_examples=examples(400), deadline=None)
 @given(rows, rows, st.integers(0, 300), st.integers(0, 300))
 def test_runs_are_sets_of_bytes(a: list[Row], b: list[Row], low: int, high: int) -> None:
-    one, other = Runs.of(a), Runs.of(b)
+    one, other = ByteSet.of(a), ByteSet.of(b)
     assert content(one) == bytes_of(a)
     assert content(one.intersect(other)) == content(other.intersect(one)) == bytes_of(a) & bytes_of(b)
-    assert content(Runs.of([*a, *b])) == bytes_of(a) | bytes_of(b)
+    assert content(ByteSet.of([*a, *b])) == bytes_of(a) | bytes_of(b)
     assert content(one.within(low, high)) == {byte for byte in bytes_of(a) if low <= byte < high}
     assert content(one.minus(other)) == bytes_of(a) - bytes_of(b)
-    assert content(Runs.of(one.rows.tolist())) == bytes_of(a)
+    assert content(ByteSet.of(one.rows.tolist())) == bytes_of(a)

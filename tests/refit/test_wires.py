@@ -51,7 +51,7 @@ def test_the_socket_is_for_the_own_user_alone(tmp_path: Path) -> None:
     finally:
         os.umask(before)
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(ConfigError, match="nobody can listen"):
+    with pytest.raises(ConfigError, match="cannot listen"):
         zerostart.refit(_model(), f"unix://{tmp_path}/file")
     assert (tmp_path / "file").read_text() == "mine"
 
@@ -59,14 +59,14 @@ def test_the_socket_is_for_the_own_user_alone(tmp_path: Path) -> None:
 def test_memory_that_is_not_the_image_is_refused(tmp_path: Path) -> None:
     image = Image.of([("weight", "F32", (4, 4))])
     other = Image.of([("weight", "F32", (4, 5))])
-    with pytest.raises(ReadError, match="without its memory"):
+    with pytest.raises(ReadError, match="sent no shared memory"):
         SharedImage(image, -1)
-    with pytest.raises(ReadError, match="is not the image"):
+    with pytest.raises(ReadError, match="is not an image"):
         SharedImage(image, make_memory(other))
     # What may shrink would end whoever reads it.
     unsealed = os.memfd_create("unsealed")
     os.ftruncate(unsealed, image.nbytes)
-    with pytest.raises(ReadError, match="is not the image"):
+    with pytest.raises(ReadError, match="is not an image"):
         SharedImage(image, unsealed)
     made = make_memory(image)
     with pytest.raises(OSError, match="not permitted"):

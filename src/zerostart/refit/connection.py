@@ -1,4 +1,4 @@
-"""A worker's connection with the trainer: what it says and does in each push."""
+"""Connect an engine's worker with a trainer, and take part in its pushes."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ logger = logging.getLogger("zerostart")
 
 
 class Closed(PeerError):
-    """The trainer has said that no further version comes."""
+    """The trainer has closed the refit; no further version follows."""
 
 
 class Connection:
-    """One worker's connection; it runs in no thread of its own.
+    """Connection of one worker with a trainer.
 
-    ``follow`` takes part in one push, in the thread that calls it, whenever the engine has time for it.
+    It starts no thread: the engine calls ``follow`` when it has time for a push.
     """
 
     def __init__(
         self, receiver: Receiver, address: str, *, timeout: float = 300.0, within: float | None = None
     ) -> None:
-        """Connect with the trainer that listens at ``address``, or will ``within`` so many seconds.
+        """Connect with the trainer at ``address`` and send the bytes that this worker needs.
 
-        None: within ``timeout`` seconds, the deadline of every later exchange. Then what the engine takes of
-        the trainer's model is found out and told. Raises ConfigError, PeerError, and ConversionError if the
-        engine's loader cannot be followed.
+        The trainer may start to listen up to ``within`` seconds later; None means ``timeout``. ``timeout``
+        limits every later exchange, in seconds. Raises ConfigError, PeerError, and ConversionError if the
+        engine's loader cannot be traced.
         """
         self.receiver = receiver
         self.name = receiver.name or f"{socket.gethostname()}-{os.getpid()}"
@@ -58,33 +58,33 @@ class Connection:
         self.close()
 
     def pending(self, seconds: float = 0.0) -> bool:
-        """Return whether the trainer has said something within so many seconds, which ``follow`` is for."""
+        """Wait for a message from the trainer; False after ``seconds``."""
         return self._channel.waiting(seconds)
 
     @property
     def is_lost(self) -> bool:
-        """Whether the trainer is gone: another connection has to be made."""
+        """True if the trainer is gone: make another connection."""
         return self._channel.closed
 
     def follow(self, timeout: float | None = None, version: int | None = None) -> int:
-        """Take part in the next push, which begins within ``timeout`` seconds; return its version.
+        """Take part in the next push; return its version.
 
-        None: those of the constructor. An engine that is told the ``version`` to come skips earlier ones,
-        which were given up.
+        The push must begin within ``timeout`` seconds; None means the constructor's. With ``version``,
+        earlier pushes, which the trainer gave up, are skipped.
 
-        Raises VerifyError and what the engine raises, and ``receiver.version`` is None then. Raises PeerError
-        if the trainer is gone; the tensors are as before.
+        Raises VerifyError and the engine's own errors; ``receiver.version`` is None afterwards. Raises
+        PeerError if the trainer is gone; the tensors keep their values.
         """
         deadline = time.monotonic() + (self._timeout if timeout is None else timeout)
         while True:
             message = self._channel.receive("fill", "close", deadline=deadline)
             if message.kind == "close":
-                raise Closed("the trainer has closed the refit; no further version comes")
+                raise Closed("the trainer has closed the refit; no further version follows")
             if version is None or int(message.body["version"]) >= version:
                 return self._fill(int(message.body["version"]), message.body["sums"])
 
     def close(self) -> None:
-        """Close the connection, and unmap the image."""
+        """Close the connection and unmap the image."""
         self._channel.close()
         if self._image is not None:
             self._image.close()
@@ -95,12 +95,12 @@ class Connection:
 
     def _take_image(self, message: Message) -> None:
         if message.kind == "refused":
-            raise ConfigError(f"{self._channel.who} refuses this worker: {message.body.get('why')}")
+            raise ConfigError(f"{self._channel.peer} refuses this worker: {message.body.get('why')}")
         image = Image.of(message.body["entries"])
         self._image = SharedImage(image, message.descriptor)
         try:
             self._plan = FillPlan(self.receiver, image, message.body.get("strict") is not False)
-        except Exception as error:  # an engine's loader raises anything
+        except Exception as error:  # the engine's loader may raise any error
             self._send("refused", {"why": f"{type(error).__name__}: {error}"})
             raise
         self._send("wants", {"rows": self._plan.wants.rows.tolist()})
@@ -110,35 +110,35 @@ class Connection:
         try:
             self._plan.fill(self._image)
             self._plan.check(sums, version)
-        except Exception as error:  # an engine raises anything
+        except Exception as error:  # the engine may raise any error
             self._send("failed", {"version": version, "why": f"{type(error).__name__}: {error}"})
             raise
         try:
             self._send("serving", {"version": version})
         except PeerError as error:
-            logger.warning("%s serves version %s, and cannot say so: %s", self.name, version, error)
+            logger.warning("%s serves version %s, but cannot tell the trainer: %s", self.name, version, error)
         return version
 
 
 def serve(receiver: Receiver, address: str, *, timeout: float = 300.0, patience: float = 600.0) -> int | None:
     """Follow the pushes of the trainer at ``address`` until it closes; return the version.
 
-    In the calling thread. A trainer has to come within ``timeout`` seconds. If it dies, another one is waited
-    for at the same address for ``patience`` seconds. A push that fails is logged, and the next one followed.
-    Raises what ``Connection`` raises, except for what a later push may mend.
+    Runs in the calling thread. A trainer must listen within ``timeout`` seconds. If it dies, wait
+    ``patience`` seconds for another one at the same address. A failed push is logged, and the next one is
+    followed. Raises the errors of ``Connection`` if no trainer was reached.
     """
     deadline, is_first = time.monotonic() + timeout, True
     while True:
         try:
-            left = max(0.0, deadline - time.monotonic())
-            connection = Connection(receiver, address, timeout=timeout, within=left)
+            remaining_s = max(0.0, deadline - time.monotonic())
+            connection = Connection(receiver, address, timeout=timeout, within=remaining_s)
         except PeerError as error:
             logger.warning("PeerError: %s", error)
             if time.monotonic() > deadline:
                 if is_first:
                     raise
                 return receiver.version
-            time.sleep(0.1)  # a trainer that was about to die may still have answered
+            time.sleep(0.1)  # a dying trainer may still have answered
             continue
         with connection:
             while not connection.is_lost:
@@ -147,27 +147,27 @@ def serve(receiver: Receiver, address: str, *, timeout: float = 300.0, patience:
                         connection.follow(timeout)
                 except Closed:
                     return receiver.version
-                except Exception as error:  # of the engine: the next push may succeed
+                except Exception as error:  # the next push may succeed
                     logger.warning("%s: %s", type(error).__name__, error)
         deadline, is_first = time.monotonic() + patience, False
 
 
 class EngineWorker:
-    """In an engine's worker process: its model, and its connection with a trainer while there is one."""
+    """Model in an engine's worker process, with its connection to a trainer, if any."""
 
     def __init__(self, receiver: Receiver) -> None:
         self.receiver = receiver
         self._connection: Connection | None = None
 
     def join(self, address: str, timeout: float = 300.0) -> None:
-        """Connect with a trainer, in the place of the one before; raise what ``Connection`` raises."""
+        """Connect with a trainer and leave the one before; raise the errors of ``Connection``."""
         self.leave()
         self._connection = Connection(self.receiver, address, timeout=timeout)
 
     def follow(self, version: int) -> int:
-        """Take part in the push of ``version``; raise what it fails with."""
+        """Take part in the push of ``version``; raise its errors."""
         if self._connection is None:
-            raise ConfigError(f"version {version} cannot be taken: this worker has not joined a trainer")
+            raise ConfigError(f"this worker has not joined a trainer and cannot load version {version}")
         return self._connection.follow(version=version)
 
     def leave(self) -> None:
@@ -176,11 +176,11 @@ class EngineWorker:
             self._connection.close()
 
 
-def worker_of(model: nn.Module, weights: EngineWeights, role: str) -> EngineWorker:
-    """Return the worker of a model, the same at each call; ``role`` tells workers apart in messages."""
-    found = vars(model).get("_zerostart_worker")
-    if found is None:
+def get_worker(model: nn.Module, weights: EngineWeights, role: str) -> EngineWorker:
+    """Return the one worker of a model; ``role`` distinguishes workers in messages."""
+    worker = vars(model).get("_zerostart_worker")
+    if worker is None:
         name = f"{socket.gethostname()}-{os.getpid()}-{role}"
-        found = vars(model)["_zerostart_worker"] = EngineWorker(Receiver(weights, name=name))
-    assert isinstance(found, EngineWorker), "the attribute is ours"
-    return found
+        worker = vars(model)["_zerostart_worker"] = EngineWorker(Receiver(weights, name=name))
+    assert isinstance(worker, EngineWorker), "set above"
+    return worker

@@ -1,9 +1,9 @@
-"""Tracing what others' code fills its own tensors with: an engine's ``load_weights``, a module's loading.
+"""Trace a loader: find out which checkpoint elements it copies into its own tensors.
 
-A loader takes names and tensors, and copies what it makes of these into parts of its parameters. Here it gets
-symbolic tensors, and its own stay as they are: the first write gives a parameter a symbolic memory, and from
-then on whatever is done to the parameter, or to any view of it, is done to that memory. What the memory shows
-at the end is the recipe. The elements that nothing was written to have their source in ``Kept``.
+A loader, such as an engine's ``load_weights``, takes names and tensors and copies parts of them into its
+parameters. Here it gets symbolic tensors, and its own tensors keep their values. The first write gives a
+parameter a symbolic memory. All later operations on the parameter, or on a view of it, apply to that memory.
+Its contents at the end are the recipe. Elements without a write have the source ``Kept``.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ def trace_loader(
     tensors: Mapping[str, torch.Tensor],
     known_as: str,
 ) -> Recipes:
-    """What ``load``, called with names and tensors, fills ``tensors`` with; messages call it ``known_as``.
+    """Trace which parts of ``symbols`` the loader ``load`` copies into ``tensors``.
 
-    ``tensors`` are the loader's own parameters and buffers by name, real or on meta: no element of them
-    changes. The recipes, in the order of ``tensors``, cover what is filled; ``partial`` counts the elements
-    of a recipe's target that are not, and ``missing`` are the names of which nothing is. ``unexpected`` are
-    the symbols of which nothing is taken.
+    ``tensors`` maps names to the loader's own parameters and buffers, real or on meta; their values do not
+    change. ``known_as`` is the loader's name in messages. The recipes cover the filled tensors, in the order
+    of ``tensors``. ``partial`` counts unfilled elements of a filled tensor, ``missing`` lists unfilled
+    tensors, and ``unexpected`` lists unused symbols.
 
-    Raises ConversionError for a loader that fails, is random, depends on the values of weights, or keeps them
+    Raises ConversionError if the loader fails, is random, depends on values of weights, or copies them
     elsewhere.
     """
     own = OwnTensors(tensors, known_as)
@@ -80,7 +80,7 @@ def trace_loader(
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """The source of elements that a loader has not written: what its own tensor held before."""
+    """Source of elements without a write: the previous contents of a loader's tensor."""
 
     name: str
 
@@ -123,24 +123,23 @@ def _recipes(
 
 
 def _sources(pieces: Sequence[Piece]) -> set[object]:
-    found: set[object] = set()
-    seen: set[int] = set()
+    sources: set[object] = set()
+    visited: set[int] = set()
     todo: list[object] = [source for piece in pieces for source in piece.source]
     while todo:
         source = todo.pop()
         if not isinstance(source, Computed):
-            found.add(source)
-        elif id(source) not in seen:
-            seen.add(id(source))
+            sources.add(source)
+        elif id(source) not in visited:
+            visited.add(id(source))
             todo += [s for operand in source.operands for piece in operand.pieces for s in piece.source]
-    return found
+    return sources
 
 
 class OwnMemory(Memory):
-    """The memory of a loader's own tensor. Writes into boxes of it are put together when it is looked at.
+    """Symbolic memory of a loader's own tensor; reads merge its writes.
 
-    A stack of experts is filled by hundreds of copies, and to put each into its place at once would take the
-    square of their number.
+    Hundreds of copies fill a stack of experts. Merging each one at once would take quadratic time.
     """
 
     __slots__ = ("_boxes", "written")
@@ -148,81 +147,81 @@ class OwnMemory(Memory):
     def __init__(self, layout: Layout, dtype: torch.dtype, name: str) -> None:
         super().__init__(layout, dtype)
         self._boxes: list[tuple[Box, Value]] = []
-        #: Whether anything has been written into it.
+        #: True after the first write.
         self.written = False
         before = Value(geometry.whole(Kept(name), layout.shape), layout.shape, dtype)
         self._value = before.lying(layout.strides)
 
     @property
     def value(self) -> Value:
-        """What the memory holds now."""
+        """Current contents."""
         assert self._value is not None, "a loader's own memory holds something"
         if self._boxes:
-            pieces = _put_together(self._value, self._boxes)
+            pieces = _merge(self._value, self._boxes)
             stored = self._value.stored.union(*(new.stored for _, new in self._boxes))
-            made = Value(pieces, self.layout.shape, self.dtype, stored)
-            self._value, self._boxes = made.lying(self.layout.strides), []
+            value = Value(pieces, self.layout.shape, self.dtype, stored)
+            self._value, self._boxes = value.lying(self.layout.strides), []
         return self._value
 
     def hold(self, value: Value) -> None:
-        """Hold ``value`` from now on."""
+        """Replace the contents by ``value``."""
         self._boxes = []
         self.written = True
         super().hold(value)
 
-    def put(self, layout: Layout, new: Value) -> bool:
-        """Write ``new`` into the view that lies as ``layout``; False where that is no box, and nothing is."""
+    def write_box(self, layout: Layout, new: Value) -> bool:
+        """Write ``new`` into a view with ``layout``; False if the view is not a box."""
         mine = self.layout
-        found = geometry.view_within(
+        box_view = geometry.view_within(
             *(mine.shape, mine.strides, mine.offset), *(layout.shape, layout.strides, layout.offset)
         )
-        if found is None or found.box is None:
+        if box_view is None or box_view.box is None:
             return False
-        # The elements in the order of their addresses, as the box has them, and then in the box's own order.
+        # Order the dimensions by address, like the box, then by the box's own order.
         moving = [d for d, n in enumerate(layout.shape) if n > 1]
         new = reshape(new, [layout.shape[d] for d in moving])
-        new = permute(new, [found.turned.index(i) for i in range(len(moving))])
-        new = reshape(new, [found.box.extent[d] for d in found.order])
-        new = permute(new, [found.order.index(d) for d in range(len(found.order))])
-        self._boxes.append((found.box, new))
+        new = permute(new, [box_view.turned.index(i) for i in range(len(moving))])
+        new = reshape(new, [box_view.box.extent[d] for d in box_view.order])
+        new = permute(new, [box_view.order.index(d) for d in range(len(box_view.order))])
+        self._boxes.append((box_view.box, new))
         self.written = True
         self.version += 1
         return True
 
 
-def _put_together(base: Value, writes: Sequence[tuple[Box, Value]]) -> tuple[Piece, ...]:
+def _merge(base: Value, writes: Sequence[tuple[Box, Value]]) -> tuple[Piece, ...]:
     rank = base.dim()
     low = np.array([box.origin for box, _ in writes], dtype=np.int64).reshape(len(writes), rank)
     high = low + np.array([box.extent for box, _ in writes], dtype=np.int64).reshape(len(writes), rank)
     pieces: list[Piece] = []
-    kept: list[Piece] = []
+    unwritten: list[Piece] = []
     filled = 0
     for number, (box, new) in enumerate(writes):
-        # What a later write covers is gone.
+        # Drop parts that a later write covers.
         meets = (low[number + 1 :] < high[number]) & (high[number + 1 :] > low[number])
         later = [writes[number + 1 + int(i)][0] for i in np.flatnonzero(meets.all(axis=1))]
-        for part in _left_of(box, later):
-            pieces += _placed(new, box, part)
+        for part in _subtract(box, later):
+            pieces += _shift(new, box, part)
             filled += part.numel
     whole = Box((0,) * rank, base.shape)
     if filled < whole.numel:
-        for part in _left_of(whole, [box for box, _ in writes]):
-            kept += _placed(base, whole, part)
-    # Experts that lie side by side are a run of tensors, as those that a conversion stacks.
+        for part in _subtract(whole, [box for box, _ in writes]):
+            unwritten += _shift(base, whole, part)
+    # Adjacent experts form one run of tensors, like stacked experts in a conversion.
     for dim in range(rank):
         pieces.sort(key=lambda p: (p.origin[:dim], p.origin[dim + 1 :], p.origin[dim]))
         pieces = list(geometry.join_runs(pieces, dim))
-    return (*pieces, *kept)
+    return (*pieces, *unwritten)
 
 
-def _left_of(box: Box, others: Sequence[Box]) -> list[Box]:
-    left = [box]
-    for other in others:
-        left = [part for one in left for part in geometry.without(one, other)]
-    return left
+def _subtract(box: Box, covers: Sequence[Box]) -> list[Box]:
+    parts = [box]
+    for cover in covers:
+        parts = [rest for part in parts for rest in geometry.without(part, cover)]
+    return parts
 
 
-def _placed(value: Value, box: Box, part: Box) -> Iterator[Piece]:
+def _shift(value: Value, box: Box, part: Box) -> Iterator[Piece]:
     for dim, (at, size) in enumerate(zip(part.origin, part.extent, strict=True)):
         if size != box.extent[dim]:
             first = at - box.origin[dim]
@@ -235,41 +234,41 @@ def _placed(value: Value, box: Box, part: Box) -> Iterator[Piece]:
 
 @dataclass(slots=True)
 class _Region:
-    """A part of a storage that one tensor of the loader fills."""
+    """Part of a storage that belongs to one tensor of the loader."""
 
-    #: In bytes of the storage.
+    #: Byte offsets in the storage.
     start: int
     stop: int
-    #: Of the tensor.
+    #: Name of the tensor.
     name: str
     memory: OwnMemory
-    #: Whether values of it were used before anything was written into it.
+    #: True if its previous values were used.
     read: bool = False
 
 
 @dataclass(slots=True)
 class OwnTensors:
-    """A loader's own tensors, and the symbolic memory of each."""
+    """A loader's own tensors with their symbolic memories."""
 
     tensors: Mapping[str, torch.Tensor]
     known_as: str
-    #: By storage, in the order of their places.
+    #: Regions of each storage, sorted by offset.
     _regions: dict[int, list[_Region]] = field(default_factory=dict)
-    #: What ``parameter.data = ...`` has put in the place of a tensor, by the tensor's identity.
+    #: For the id of a parameter: the parameter and the tensor assigned to its ``data``.
     replaced: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Find out which tensors lie in one memory: tied ones, and views of each other."""
+        """Group the tensors by storage; tied tensors and views share one memory."""
         spans: dict[int, list[tuple[int, int, str, torch.Tensor]]] = {}
         for name, tensor in self.tensors.items():
             if tensor.numel() and not isinstance(tensor, SymbolicTensor):
                 start, stop = _span(tensor)
                 spans.setdefault(_storage(tensor), []).append((start, stop, name, tensor))
-        for storage, found in spans.items():
-            # The larger first, so that a view comes after the tensor that it is a view of.
-            found.sort(key=lambda one: (one[0], -one[1]))
+        for storage, entries in spans.items():
+            # Larger tensors first: a view follows its base.
+            entries.sort(key=lambda entry: (entry[0], -entry[1]))
             regions: list[_Region] = []
-            for start, stop, name, tensor in found:
+            for start, stop, name, tensor in entries:
                 if regions and stop <= regions[-1].stop:
                     continue
                 if regions and start < regions[-1].stop:
@@ -281,18 +280,18 @@ class OwnTensors:
             self._regions[storage] = regions
 
     def region(self, tensor: torch.Tensor) -> _Region | None:
-        """Where a tensor lies, if it is one of the loader's own or a view of one."""
+        """Return the region that contains ``tensor``; None for a tensor of somebody else."""
         if isinstance(tensor, SymbolicTensor) or tensor.layout != torch.strided or not tensor.numel():
             return None
         regions = self._regions.get(_storage(tensor))
         if not regions:
             return None
         start, stop = _span(tensor)
-        found = regions[bisect_right(regions, start, key=lambda region: region.start) - 1]
-        return found if found.start <= start and stop <= found.stop else None
+        region = regions[bisect_right(regions, start, key=lambda each: each.start) - 1]
+        return region if region.start <= start and stop <= region.stop else None
 
     def twin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The symbolic view of the memory that lies where ``tensor`` does; others as they are."""
+        """Return the symbolic view of an own tensor; return other tensors unchanged."""
         region = self.region(tensor)
         if region is None:
             return tensor
@@ -300,13 +299,13 @@ class OwnTensors:
         if tensor.dtype != view.dtype:
             view = view.view(tensor.dtype)
         layout = Layout(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
-        found: torch.Tensor | None = boxed(view, layout)
-        if found is None:
+        part: torch.Tensor | None = boxed(view, layout)
+        if part is None:
             raise refusal(f"{self.known_as} fills a view of {region.name} that is no box of its memory")
-        return found
+        return part
 
     def shown(self, tensor: torch.Tensor) -> Value | None:
-        """What an own tensor holds in the end; None for one that nothing was written into."""
+        """Return the final contents of an own tensor; None without a write."""
         _, instead = self.replaced.get(id(tensor), (None, None))
         if instead is not None:
             tensor = instead
@@ -340,7 +339,7 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 class Following(TorchDispatchMode):
-    """Inside, writes into a loader's own tensors go into their symbolic memory, and reads see it."""
+    """Mode that redirects operations on a loader's own tensors to their symbolic memories."""
 
     def __init__(self, own: OwnTensors) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -353,10 +352,10 @@ class Following(TorchDispatchMode):
         args: Arguments = (),
         kwargs: Keywords | None = None,
     ) -> Any:
-        """Do ``func`` to what the tensors stand for."""
+        """Run ``func`` on the symbolic views of its arguments."""
         kwargs = _off_meta(func, kwargs or {})
-        given = list(tensors_in((args, kwargs.values())))
-        regions = [region for t in given if (region := self._own.region(t)) is not None]
+        operands = list(tensors_in((args, kwargs.values())))
+        regions = [region for t in operands if (region := self._own.region(t)) is not None]
         if not regions:
             self._refuse_outside(func, args, kwargs)
             return func(*args, **kwargs)
@@ -366,24 +365,23 @@ class Following(TorchDispatchMode):
             raise refusal(f"{self._own.known_as} calls {func} on a tensor of its own while it loads")
         if func is aten.copy_.default and self._copied(args[0], args[1]):
             return args[0]
-        # Anything else that writes: on the twins, whose memory it is. It gives back what it was given.
-        back: dict[int, torch.Tensor] = {}
+        # Run other writes on the symbolic views; results that are arguments are returned as such.
+        originals: dict[int, torch.Tensor] = {}
 
         def twin(tensor: torch.Tensor) -> torch.Tensor:
-            made = self._own.twin(tensor)
-            back[id(made)] = tensor
-            return made
+            view = self._own.twin(tensor)
+            originals[id(view)] = tensor
+            return view
 
         args, kwargs = mapped(args, twin), mapped(kwargs, twin)
-        return mapped(func(*args, **kwargs), lambda made: back.get(id(made), made))
+        return mapped(func(*args, **kwargs), lambda result: originals.get(id(result), result))
 
     def _read(self, func: OpOverload, args: Arguments, kwargs: Keywords, regions: list[_Region]) -> Any:
-        """An operator that writes nothing."""
         if is_view(func):
-            return func(*args, **kwargs)  # a view of a real tensor is found by its place again
-        untouched = not any(region.memory.written for region in regions)
-        known = all(t.device.type != "meta" for t in tensors_in((args, kwargs.values())))
-        if untouched and known and fill_of(func, args) is None:
+            return func(*args, **kwargs)  # a view of an own tensor is recognised by its storage
+        is_unwritten = not any(region.memory.written for region in regions)
+        is_real = all(t.device.type != "meta" for t in tensors_in((args, kwargs.values())))
+        if is_unwritten and is_real and fill_of(func, args) is None:
             for region in regions:
                 region.read = True
             return func(*args, **kwargs)
@@ -396,10 +394,10 @@ class Following(TorchDispatchMode):
             return False
         value = twin.value if isinstance(twin, SymbolicTensor) else constant(source.detach().cpu().clone())
         if value.shape != tuple(target.shape):
-            torch.empty(value.shape, device="meta").expand(target.shape)  # torch's own error
+            torch.empty(value.shape, device="meta").expand(target.shape)  # raise torch's error
             value = expand(value, tuple(target.shape))
         layout = Layout(tuple(target.shape), target.stride(), int(target.storage_offset()))
-        return region.memory.put(layout, cast(value, target.dtype))
+        return region.memory.write_box(layout, cast(value, target.dtype))
 
     def _refuse_outside(self, func: OpOverload, args: Arguments, kwargs: Keywords) -> None:
         if not writes(func) or not args or not isinstance(args[0], torch.Tensor):
@@ -424,9 +422,9 @@ def _off_meta(func: OpOverload, kwargs: Keywords) -> Keywords:
 
 
 class _Replacing(TorchFunctionMode):
-    """Inside, ``parameter.data = t`` is noted and not done, and ``t`` is used for the parameter from then on.
+    """Mode that records ``parameter.data = t`` and uses ``t`` for the parameter afterwards.
 
-    The value of one element (``item``) may be asked for, to fill a tensor with it.
+    ``item`` returns a symbolic element, with which a tensor may be filled.
     """
 
     def __init__(self, own: OwnTensors) -> None:
@@ -436,7 +434,7 @@ class _Replacing(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: object, args: Arguments = (), kwargs: Keywords | None = None
     ) -> Any:
-        """Call ``func`` with what stands for its arguments."""
+        """Call ``func`` with the replaced arguments."""
         kwargs = kwargs or {}
         slot = getattr(func, "__self__", None)
         name = getattr(func, "__name__", "")

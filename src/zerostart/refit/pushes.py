@@ -1,4 +1,4 @@
-"""The common part of pushes, wherever they go: settings, what a rank writes, the report."""
+"""Settings, plan and report of a push, for every transport."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from torch import nn
 from zerostart.distributed.world import World
 from zerostart.errors import ConfigError
 from zerostart.live.model import LiveModel
-from zerostart.refit.image import Image, Runs
+from zerostart.refit.image import ByteSet, Image
 from zerostart.state.saving.save import contents_to_serve
 from zerostart.state.saving.writing import planned
 from zerostart.transfer.planning.writes import WritePlan
 from zerostart.transfer.writing import Source
 
-#: Bytes of a write of a push. Its windows are counted from the tensor, and not from a page as in files: each
-#: begins with a row of the digest's sums.
+#: Size of one write, in bytes, and of a page. With a page of 1, windows begin at the tensor, where the first
+#: row of its digest begins.
 CHUNK, PAGE = 8 << 20, 1
 
 
 @dataclass(frozen=True)
 class RefitSettings:
-    """The arguments of ``zerostart.refit``, which documents them."""
+    """Arguments of ``zerostart.refit``; see there."""
 
     workers: int | None = None
     dtype: torch.dtype | None = None
@@ -35,7 +35,7 @@ class RefitSettings:
     strict: bool = True
 
     def check(self) -> None:
-        """Raise ConfigError for values that no refit can serve."""
+        """Raise ConfigError for invalid values."""
         if self.dtype is not None and not self.dtype.is_floating_point:
             raise ConfigError(f"dtype={self.dtype!r} must be a floating torch.dtype")
         if self.workers is not None and self.workers < 1:
@@ -50,32 +50,31 @@ class WorkerReport:
 
     name: str
     version: int
-    #: Bytes of the image that it takes.
+    #: Bytes of the image that the worker reads.
     wanted_bytes: int
-    #: Digest of all that it has read back, which is the trainer's.
+    #: Digest of the worker's values, equal to the trainer's.
     digest: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class PushReport:
-    """The result of a push; the same on every rank."""
+    """Result of a push; the same on every rank."""
 
     version: int
     transport: str
     #: Seconds of the slowest rank, by phase: ``plan``, ``move``, ``fill``, ``total``.
     phases: Mapping[str, float]
-    #: Bytes of the model as the engine's loader gets it.
+    #: Size of the image's tensors, in bytes.
     owned_bytes: int
-    #: Bytes that all trainer ranks have sent.
+    #: Bytes sent by all trainer ranks.
     moved_bytes: int
-    #: Bytes that all workers take.
+    #: Bytes read by all workers.
     wanted_bytes: int
-    #: Peak memory of a rank in addition to what it had before; the largest of all ranks. An image in shared
-    #: memory is not anonymous, and is not in it.
+    #: Largest increase of memory on any rank, in bytes, without the shared memory.
     peak_host_bytes: int
     peak_device_bytes: int
     workers: tuple[WorkerReport, ...]
-    #: Tensors of the model of which no worker takes anything.
+    #: Tensors of the model that no worker reads.
     untaken: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -86,13 +85,13 @@ class PushReport:
             *(f"  {each.name}: {decimal(each.wanted_bytes)}, digest {each.digest}" for each in self.workers),
         ]
         if self.untaken:
-            lines.append(f"  taken by nobody: {', '.join(self.untaken)}")
+            lines.append(f"  read by no worker: {', '.join(self.untaken)}")
         return "\n".join(lines)
 
 
 @dataclass(frozen=True)
 class ModelWrites:
-    """The model's part of a push: what this rank writes where."""
+    """Bytes of the image that this rank writes in a push."""
 
     image: Image
     plan: WritePlan
@@ -101,26 +100,26 @@ class ModelWrites:
 
 @dataclass(frozen=True)
 class PushTargets:
-    """The workers of a push; the same on all ranks."""
+    """Workers of a push; the same on all ranks."""
 
-    #: By rank or worker its name, None if there is none, and the bytes that it takes.
+    #: For each rank or worker: its name, or None without a target, and the bytes that it needs.
     names: Sequence[str | None]
-    wants: Sequence[Runs]
-    #: The sets of elements that are summed up, each once, and by worker the number of its set.
-    sets: Sequence[Runs]
+    wants: Sequence[ByteSet]
+    #: Distinct sets of needed bytes, and for each worker the index of its set.
+    sets: Sequence[ByteSet]
     numbers: Sequence[int]
-    #: Tensors that none of them takes anything of.
+    #: Tensors that no worker reads.
     untaken: tuple[str, ...]
 
     @classmethod
-    def of(cls, image: Image, names: Sequence[str | None], wants: Sequence[Runs]) -> PushTargets:
-        """Put together the wants of the workers."""
-        # Replicas want the same, which is summed up once.
+    def of(cls, image: Image, names: Sequence[str | None], wants: Sequence[ByteSet]) -> PushTargets:
+        """Combine the needs of the workers."""
+        # Replicas need equal sets, which are summed once.
         sets = {runs.rows.tobytes(): runs for runs in wants}
         numbers = [[*sets].index(runs.rows.tobytes()) for runs in wants]
-        taken = {name for runs in sets.values() for name, *_ in image.entries_in(runs)}
+        used = {name for runs in sets.values() for name, *_ in image.entries_in(runs)}
         tensors = image.layout.tensors
-        untaken = tuple(name for name, *_ in image.entries if name not in taken and tensors[name].numel)
+        untaken = tuple(name for name, *_ in image.entries if name not in used and tensors[name].numel)
         return cls(names, wants, [*sets.values()], numbers, untaken)
 
 
@@ -130,9 +129,9 @@ def prepare_model(
     world: World,
     before: Image | None = None,
 ) -> ModelWrites:
-    """Find the image, and what this rank writes of it, of the model as it is now; collective.
+    """Plan which bytes of the image this rank writes now; collective.
 
-    The image is ``before`` if that is the same. Raises ConfigError.
+    Returns the image ``before`` again if its entries are equal. Raises ConfigError.
     """
     with world.phase("looking at the model"):
         live = LiveModel(model, world)

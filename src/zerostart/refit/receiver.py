@@ -1,8 +1,8 @@
-"""A worker's side: what its engine's own loader takes of an image, filling that in, and reading it back.
+"""Fill an engine's parameters from an image, and verify them.
 
-Nothing is known of the engine but its ``load_weights``. That is run on symbolic tensors once, which says
-which bytes of the image each parameter is made of. The plan of a load fills the parameters from them, and
-the same plan run backwards reads them back for their digests.
+The engine's ``load_weights`` runs once on symbolic tensors. That shows which bytes of the image form each
+parameter. A load plan fills the parameters from these bytes, and the reverse plan reads the parameters back
+for their digests.
 """
 
 from __future__ import annotations
@@ -24,48 +24,48 @@ from zerostart.geometry import Box, Piece
 from zerostart.geometry.layout import Layout, LocalBox
 from zerostart.recipe import Computed, Recipe, symbols_of, torch_dtype
 from zerostart.recipe.dtypes import holds
-from zerostart.refit.image import Image, Runs, Sums, differing
+from zerostart.refit.image import ByteSet, Image, Sums, find_differences
 from zerostart.refit.loaders import trace_loader
 from zerostart.transfer.planning import Destination, Plan, PlanOptions, join
 from zerostart.transfer.planning.writes import Origin, WritePlan, plan_writes
 from zerostart.transfer.tuning import push_threads
 from zerostart.transfer.writing import Source, write_out
 
-#: Bytes of one read of a fill.
+#: Maximum size of one read, in bytes.
 CHUNK = 8 << 20
-#: No byte that is not wanted: the trainer sends what is read, and nothing else.
+#: Read no gaps: the trainer sends only the bytes that are read.
 EXACT = PlanOptions(chunk_size=CHUNK, gap_share=0.0, gap_floor=0)
 
 Load: TypeAlias = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
-#: Yields context managers that give the tensors of one stage.
+#: Generator of context managers, each with the tensors of one stage.
 Stages: TypeAlias = Generator[AbstractContextManager[Mapping[str, torch.Tensor]]]
 
 
 class EngineWeights(Protocol):
-    """The parameters of an engine that are not simply those of a module: packed, or filled layer by layer.
+    """Parameters of an engine that packs them, or fills them layer by layer.
 
-    A method ``may_keep(name)``, if there is one, says of a parameter that no tensor fills whether that is
-    right.
+    An optional method ``may_keep(name)`` returns True if a parameter may stay unfilled.
     """
 
     #: Name of the engine in messages.
     name: str
 
     def tracing(self) -> AbstractContextManager[tuple[Mapping[str, torch.Tensor], Load]]:
-        """Give the engine's tensors by name as its loader finds them, and the loader; nothing is written."""
+        """Yield the engine's tensors by name, and its loader, for a trace."""
         ...
 
     def stages(self, filled: Mapping[str, bool]) -> Stages:
-        """Yield groups of the tensors that are ``filled`` (true: every element of it), one after the other.
+        """Yield context managers, one for each group of the ``filled`` tensors.
 
-        A group, entered, gives writable tensors of the same names, shapes and dtypes; on leaving it the
-        engine packs them. The generator is closed if a fill fails.
+        ``filled`` maps a name to True if every element will be filled. A context manager gives writable
+        tensors with the traced names, shapes and dtypes; at its exit the engine packs them. If a fill fails,
+        the generator is closed.
         """
         ...
 
 
 class ModuleWeights:
-    """A plain module: its parameters and buffers, all at once."""
+    """Parameters and buffers of a plain module, filled together."""
 
     def __init__(self, model: nn.Module, load: Load, name: str) -> None:
         self._model, self._load = model, load
@@ -84,29 +84,29 @@ class ModuleWeights:
 
 
 class Supply(Protocol):
-    """The source of an image's bytes in a fill."""
+    """Source of an image's bytes."""
 
     def fill(self, plan: Plan, storages: Sequence[torch.Tensor]) -> None:
         """Fill ``storages``, one for each destination of ``plan``."""
         ...
 
-    def sum(self, image: Image, runs: Runs, digests: Digests) -> None:
-        """Add the elements of ``runs`` to ``digests``."""
+    def sum(self, image: Image, runs: ByteSet, digests: Digests) -> None:
+        """Add the elements in ``runs`` to ``digests``."""
         ...
 
 
 class Receiver:
-    """A worker of an engine, or any module with a loader, that takes versions of a model's weights.
+    """An engine's worker, or any module with a loader, that receives weights.
 
-    ``model`` is a module, with a ``load_weights`` that takes names and tensors as a checkpoint has them, or
-    an ``EngineWeights``. ``version`` is the one that its parameters have: None before the first, and after a
-    fill that failed.
+    ``model`` is a module with a ``load_weights`` that takes names and tensors as in a checkpoint, or an
+    ``EngineWeights``. ``version`` is the version of its parameters: None before the first one and after a
+    failed fill.
     """
 
     def __init__(
         self, model: nn.Module | EngineWeights, load_weights: Load | None = None, *, name: str | None = None
     ) -> None:
-        """``load_weights`` replaces the module's own; ``name`` is the worker's in reports.
+        """Use ``load_weights`` if given, otherwise the module's own; ``name`` appears in reports.
 
         Raises ConfigError for a module without a loader.
         """
@@ -125,24 +125,24 @@ class Receiver:
 
 
 @dataclass(frozen=True)
-class _Filled:
-    """A tensor of the engine that is filled."""
+class _FilledTensor:
+    """A tensor of the engine that a push fills."""
 
     recipe: Recipe
-    #: Whether every element of it is filled.
+    #: True if every element is filled.
     whole: bool
-    #: The part of the recipe by which elements are read back. The rest the engine computes, or takes twice.
+    #: Part of the recipe that can be read back: elements that are copied, each only once.
     back: Recipe
 
 
 class FillPlan:
-    """How an engine is filled from an image, again and again: ``fill``, then ``check``."""
+    """Plan to fill an engine from an image repeatedly: call ``fill``, then ``check``."""
 
     def __init__(self, receiver: Receiver, image: Image, strict: bool) -> None:
-        """Find out what of ``image`` the engine takes; nothing of the engine changes.
+        """Trace the engine's loader on ``image``; nothing of the engine changes.
 
-        Raises ConversionError, naming layer and operation, for a loader that cannot be followed, and with
-        ``strict`` for parameters that it fills with nothing.
+        Raises ConversionError, naming layer and operation, if the loader cannot be traced. With ``strict``,
+        also if it leaves parameters unfilled.
         """
         self._receiver, self._engine, self._image = receiver, receiver.engine, image
         catalog = image.catalog()
@@ -150,7 +150,7 @@ class FillPlan:
             recipes = trace_loader(load, symbols_of(catalog), tensors, self._engine.name)
             strides = {name: tensors[name].stride() for name in recipes.by_name}
             real = (tensors[name].device for name in recipes.by_name)
-            #: Device of the tensors, as far as that is known before they are filled.
+            #: Device of the tensors; the default device if they are on meta.
             self.device = next((device for device in real if device.type != "meta"), default_device())
         if not recipes.by_name:
             raise ConversionError(
@@ -162,50 +162,50 @@ class FillPlan:
         self._stages: dict[object, tuple[Plan, WritePlan]] = {}
         self._filled, back = self._divide(recipes.by_name, strides, recipes.partial)
         filling, _ = self._stage_plan(tuple(self._filled), strides, frozenset(self._filled))
-        #: All bytes that it reads. Each element of them is summed once: read back, or else as it was read.
-        self.wants = Runs.of_reads(filling)
+        #: Bytes to read. Each element is summed once: as read back, otherwise as read.
+        self.wants = ByteSet.of_reads(filling)
         self._unread = self.wants.minus(back)
 
     def fill(self, supply: Supply) -> None:
-        """Fill the tensors, and read them back; they are of no version before ``check`` has passed.
+        """Fill the tensors and read them back.
 
-        Raises what the engine and ``supply`` raise.
+        The receiver has no version until ``check`` has passed. Raises the errors of the engine and of
+        ``supply``.
         """
         self._receiver.version = None
         self._digests = Digests(self._image.entries_in(self.wants))
         stages = self._engine.stages({name: filled.whole for name, filled in self._filled.items()})
         with contextlib.closing(stages):
             for stage in stages:
-                with stage as given:
-                    self._fill_stage({name: given[name] for name in given if name in self._filled}, supply)
+                with stage as tensors:
+                    self._fill_stage({name: t for name, t in tensors.items() if name in self._filled}, supply)
         supply.sum(self._image, self._unread, self._digests)
 
     def check(self, sums: Sums, version: int) -> None:
-        """Raise VerifyError, naming tensors, unless what was read back has the trainer's ``sums``."""
-        if names := differing(sums, self._digests.sums()):
+        """Raise VerifyError, naming tensors, if they differ from the trainer's ``sums``."""
+        if names := find_differences(sums, self._digests.sums()):
             more = f" (and {len(names) - 8} more)" if len(names) > 8 else ""
             raise VerifyError(
-                f"{self._engine.name}: what was read back of {', '.join(names[:8])} is not what the "
-                f"trainer has{more}; push again"
+                f"{self._engine.name}: the values of {', '.join(names[:8])}{more} differ from the trainer's; "
+                "push again"
             )
         self._receiver.version = version
 
     def _check_all_filled(self, tensors: Mapping[str, torch.Tensor], recipes: Mapping[str, Recipe]) -> None:
-        """Raise ConversionError for parameters that would stay as they are."""
+        """Raise ConversionError for parameters that would stay unfilled."""
         may_keep: Callable[[str], bool] = getattr(self._engine, "may_keep", lambda name: False)
         filled = {_place(tensors[name]) for name in recipes}
-        left = [
+        unfilled = [
             name
             for name, tensor in tensors.items()
             if isinstance(tensor, nn.Parameter) and tensor.numel() and name not in recipes
             if _place(tensor) not in filled and not may_keep(name)
         ]
-        if left:
-            more = f" (and {len(left) - 8} more)" if len(left) > 8 else ""
+        if unfilled:
+            more = f" (and {len(unfilled) - 8} more)" if len(unfilled) > 8 else ""
             raise ConversionError(
-                f"{self._engine.name} fills {', '.join(left[:8])}{more} with nothing of the trained model, "
-                "and would go on with what is there: push a model that has it, or pass strict=False to "
-                "zerostart.refit if that is intended"
+                f"{self._engine.name} fills {', '.join(unfilled[:8])}{more} with no tensor of the trained "
+                "model: push a model that has it, or pass strict=False to zerostart.refit to keep the values"
             )
 
     def _divide(
@@ -213,34 +213,35 @@ class FillPlan:
         recipes: Mapping[str, Recipe],
         strides: Mapping[str, tuple[int, ...]],
         partial: Mapping[str, int],
-    ) -> tuple[dict[str, _Filled], Runs]:
+    ) -> tuple[dict[str, _FilledTensor], ByteSet]:
         layout = self._image.layout
-        taken: dict[str, list[Runs]] = {}
-        found: dict[str, _Filled] = {}
-        every: list[Runs] = []
+        copied: dict[str, list[ByteSet]] = {}
+        tensors: dict[str, _FilledTensor] = {}
+        every: list[ByteSet] = []
         for name, recipe in recipes.items():
             back = Recipe(recipe.target, tuple(piece for piece in recipe.pieces if not _is_computed(piece)))
             placed = _layout(back, strides[name], False)
-            runs = Runs.of_writes(plan_writes(layout, [(back, placed, _origin(back, True))], CHUNK), layout)
+            plan = plan_writes(layout, [(back, placed, _origin(back, True))], CHUNK)
+            runs = ByteSet.of_writes(plan, layout)
             own = {str(source) for piece in back.pieces for source in piece.source}
             nbytes = sum(piece.numel for piece in back.pieces) * recipe.target.dtype.itemsize
-            # An element that is taken twice, or in a dtype that does not give back every value.
+            # Elements that are copied twice, or into a dtype that loses values, cannot be read back.
             if (
                 runs.nbytes != nbytes
-                or any(other.intersect(runs).nbytes for source in own for other in taken.get(source, ()))
+                or any(other.intersect(runs).nbytes for source in own for other in copied.get(source, ()))
                 or not all(holds(recipe.target.dtype, torch_dtype(layout.tensors[s].dtype, s)) for s in own)
             ):
-                back, runs, own = Recipe(recipe.target, ()), Runs.of([]), set()
+                back, runs, own = Recipe(recipe.target, ()), ByteSet.of([]), set()
             for source in own:
-                taken.setdefault(source, []).append(runs)
+                copied.setdefault(source, []).append(runs)
             every.append(runs)
-            found[name] = _Filled(recipe, name not in partial, back)
-        return found, Runs.of(np.concatenate([runs.rows for runs in every]))
+            tensors[name] = _FilledTensor(recipe, name not in partial, back)
+        return tensors, ByteSet.of(np.concatenate([runs.rows for runs in every]))
 
     def _stage_plan(
         self, names: tuple[str, ...], strides: Mapping[str, tuple[int, ...]], hosted: frozenset[str]
     ) -> tuple[Plan, WritePlan]:
-        """Plan how a stage is filled and read back; ``hosted`` of its tensors are in host memory."""
+        """Plan how to fill and read back one stage; ``hosted`` tensors are on the host."""
         key = (names, tuple(strides[name] for name in names), hosted)
         if key in self._stages:
             return self._stages[key]
@@ -250,7 +251,7 @@ class FillPlan:
             wanted.append((one.recipe, _layout(one.recipe, steps, one.whole), _destination(one.recipe, host)))
             placed = _layout(one.back, steps, one.whole and len(one.back.pieces) == len(one.recipe.pieces))
             back.append((one.back, placed, _origin(one.back, host)))
-        # Windows begin with the tensor and not with a page, and so with a row of its digest.
+        # With page=1 windows begin at the tensor, like the rows of its digest.
         reading = plan_writes(self._image.layout, back, CHUNK, page=1)
         return self._stages.setdefault(key, (join(self._image.catalog(), wanted, EXACT), reading))
 
@@ -260,7 +261,7 @@ class FillPlan:
             if tuple(tensor.shape) != target.shape or tensor.dtype != target.dtype:
                 raise VerifyError(
                     f"{self._engine.name}: {name} is {tensor.dtype} {list(tensor.shape)} now, and was "
-                    f"{target.dtype} {list(target.shape)} when its loader was followed"
+                    f"{target.dtype} {list(target.shape)} when its loader was traced"
                 )
         strides = {name: tensor.stride() for name, tensor in tensors.items()}
         hosted = frozenset(name for name, tensor in tensors.items() if tensor.device.type == "cpu")
@@ -276,7 +277,7 @@ def _is_computed(piece: Piece) -> bool:
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """Return the place of a tensor in memory, the same for tied ones."""
+    """Return the memory location of a tensor; tied tensors share one."""
     return tensor.untyped_storage()._cdata, int(tensor.storage_offset()), tensor.numel()
 
 
@@ -289,9 +290,9 @@ def _destination(recipe: Recipe, host: bool) -> Destination:
 
 
 def _layout(recipe: Recipe, strides: tuple[int, ...], whole: bool) -> Layout:
-    """Lay out a tensor with ``strides`` in its memory, from its first element to its last.
+    """Return the layout of a tensor with ``strides`` in its memory.
 
-    It has the boxes that the recipe has pieces for, or one box if these are the ``whole``.
+    It has one box if the recipe fills the ``whole`` tensor, otherwise one for each piece.
     """
     shape = recipe.target.shape
     if 0 in shape:

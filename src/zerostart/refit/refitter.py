@@ -12,7 +12,7 @@ from zerostart.distributed.machine import machine_name
 from zerostart.distributed.world import World, current_world, default_device
 from zerostart.errors import ConfigError
 from zerostart.live.report import Clock
-from zerostart.refit.image import Image, SetSums, SharedImage, Sums, digest_of
+from zerostart.refit.image import Image, SetDigests, SharedImage, Sums, combine_sums
 from zerostart.refit.pushes import (
     ModelWrites,
     PushReport,
@@ -110,7 +110,7 @@ class Refitter:
                     writes, targets = self._match_target()
                 with clock.phase("move"), world.phase("moving weights"):
                     self._sums.begin()
-                    moved = way.move(writes, self._sums)
+                    moved_bytes = way.move(writes, self._sums)
                 expected = self._sums.summed(world)
             sums = [expected[number] for number in targets.numbers]
             self.version += 1
@@ -121,7 +121,7 @@ class Refitter:
             (phases, meter.host_bytes, meter.device_bytes or 0), "figures of a push"
         )
         workers = tuple(
-            WorkerReport(name, self.version, wants.nbytes, digest_of(found))
+            WorkerReport(name, self.version, wants.nbytes, combine_sums(found))
             for name, wants, found in zip(targets.names, targets.wants, sums, strict=True)
             if name is not None
         )
@@ -130,7 +130,7 @@ class Refitter:
             transport=way.name,
             phases={key: max(each[0][key] for each in figures) for key in phases},
             owned_bytes=writes.image.layout.total_size,
-            moved_bytes=moved,
+            moved_bytes=moved_bytes,
             wanted_bytes=sum(wants.nbytes for wants in targets.wants),
             peak_host_bytes=max(each[1] for each in figures),
             peak_device_bytes=max(each[2] for each in figures),
@@ -153,12 +153,12 @@ class Refitter:
         return writes
 
     def _match_target(self) -> tuple[ModelWrites, PushTargets]:
-        """Compare model and target, and agree which worker takes which bytes; collective."""
+        """Agree which worker needs which bytes; collective."""
         assert self._way is not None, "not closed"
         writes = self._prepare_writes()
         targets = self._way.agree_on_targets(writes)
         if targets is not self._targets:
-            self._targets, self._sums = targets, SetSums(writes.image, targets.sets)
+            self._targets, self._sums = targets, SetDigests(writes.image, targets.sets)
         return writes, targets
 
 
@@ -200,11 +200,11 @@ class WorkerProcesses:
             self.close(False)
             raise
         self._targets: PushTargets | None = None
-        #: Workers that rank 0 has announced to all ranks.
+        #: Workers of the current push, on rank 0.
         self._announced: list[Worker] = []
 
     def agree_on_targets(self, writes: ModelWrites) -> PushTargets:
-        """Wait for the workers and agree which bytes each takes; collective."""
+        """Wait for the workers and agree which bytes each needs; collective."""
         with self._world.phase("comparing the model"):
             if writes.image is not self._image:
                 raise ConfigError(
@@ -215,7 +215,7 @@ class WorkerProcesses:
         assert self._targets is not None, "sent in the first push"
         return self._targets
 
-    def move(self, writes: ModelWrites, sums: SetSums) -> int:
+    def move(self, writes: ModelWrites, sums: SetDigests) -> int:
         """Write this rank's elements into the image; return the bytes written by all ranks."""
         assert self._shared is not None, "not closed"
         write_out(writes.plan, writes.storages, self._shared.part, push_threads(), sums.add_rows)
@@ -250,7 +250,7 @@ class WorkerProcesses:
         )
 
     def _find_workers(self) -> PushTargets | None:
-        """Return the workers of this push; None if they have not changed."""
+        """Return the workers of this push; None if they are the same as before."""
         assert self._server is not None, "rank 0 has it"
         workers = self._server.find_workers()
         if workers == self._announced:
@@ -260,14 +260,14 @@ class WorkerProcesses:
 
 
 def _inspect(target: object) -> tuple[Driver | None, Receiver | None]:
-    """Return the driver of an engine and the engine's worker in this rank, as far as the target has them."""
+    """Return the target's driver and its worker in this rank, if any."""
     driver = target if isinstance(target, Driver) else None
     if isinstance(target, Receiver):
         return None, target
     if driver is None and target is not None:
         from zerostart.refit import sglang, vllm
 
-        # vLLM last: no route identifies its server, while an SGLang server names itself.
+        # vLLM last: only SGLang's server has a route that identifies it.
         driver = sglang.driver_of(target) or vllm.driver_of(target)
     # Modules of an engine have `load_weights`; models for training do not.
     if driver is None and isinstance(target, nn.Module) and callable(getattr(target, "load_weights", None)):

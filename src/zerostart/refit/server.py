@@ -1,7 +1,7 @@
-"""The trainer's side of the connections with workers, on rank 0.
+"""Connections of a trainer with its workers, on rank 0.
 
-Workers may come at any time; what they take of the image is found out in threads of their connections. All
-else happens within a push, in the thread that calls it.
+Workers may connect at any time. Each connection has a thread until the worker has said which bytes it needs.
+Everything else happens in the thread that calls ``push``.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zerostart.errors import ConfigError, ConversionError, PeerError, VerifyError, ZerostartError
-from zerostart.refit.image import Image, Runs, Sums, make_memory
+from zerostart.refit.image import ByteSet, Image, Sums, make_memory
 from zerostart.refit.pushes import RefitSettings
 from zerostart.refit.wire import PROTOCOL, Channel, Driver, listen
 
 logger = logging.getLogger("zerostart")
-#: Seconds within which a process that has connected says what it is.
+#: Seconds to wait for the first message of a connection.
 HELLO_TIMEOUT_S = 20.0
 
 
 @dataclass(frozen=True)
 class Worker:
-    """A worker that is connected, and the bytes of the image that it takes."""
+    """A connected worker and the bytes of the image that it needs."""
 
     name: str
     channel: Channel
-    wants: Runs
+    wants: ByteSet
 
 
 class WorkerServer:
-    """Listens for workers, and speaks with those that are there. Every rank gets the image from it, too."""
+    """Server that accepts workers and runs pushes with them."""
 
     def __init__(
         self, path: Path | None, image: Image, driver: Driver | None, settings: RefitSettings
     ) -> None:
-        """Raises ConfigError if nobody can listen at ``path``, and WriteError for want of memory."""
+        """Listen at ``path``; raise ConfigError if that fails, and WriteError without memory."""
         self._image, self._driver, self._settings = image, driver, settings
         self._count, self._timeout = settings.workers or 1, settings.timeout
         self._changed = threading.Condition()
@@ -51,14 +51,14 @@ class WorkerServer:
         self._is_closing = False
         self._listener, bound = listen(path)
         self.address = f"unix://{bound}"
-        # Also at the end of a script that does not close it.
+        # Runs at exit, too, for scripts that never call close().
         self._remove = weakref.finalize(self, _remove_socket, os.getpid(), bound, path is None)
         self.descriptor = make_memory(image)
         self._thread = threading.Thread(target=self._accept, name="zerostart-refit", daemon=True)
         self._thread.start()
 
     def close(self, is_over: bool) -> None:
-        """End all connections. Workers are told that it ``is_over``, or wait for another trainer."""
+        """Close all connections; with ``is_over`` workers stop, otherwise they wait for a trainer."""
         if self._driver is not None:
             self._driver.leave()
         self._is_closing = True
@@ -78,7 +78,7 @@ class WorkerServer:
         os.close(self.descriptor)
 
     def join(self) -> None:
-        """Have the workers of the engine connect, if it has a driver; raise PeerError and ConversionError."""
+        """Let the engine's workers connect; raise PeerError and ConversionError."""
         if (driver := self._driver) is not None:
             call = _Call(
                 lambda: driver.join(self.address, self._timeout), "the engine's workers could not connect"
@@ -87,9 +87,9 @@ class WorkerServer:
             call.wait(self._timeout)
 
     def wait_for(self, count: int, check: Callable[[], None] = lambda: None) -> None:
-        """Return when ``count`` workers are there.
+        """Wait until ``count`` workers are connected.
 
-        Raises PeerError after the timeout, and ConversionError if one cannot take the image.
+        Raises PeerError after the timeout, and ConversionError if a worker cannot load the image.
         """
         deadline = time.monotonic() + self._timeout
         with self._changed:
@@ -106,21 +106,21 @@ class WorkerServer:
                 self._changed.wait(min(0.25, max(0.0, deadline - time.monotonic())))
 
     def find_workers(self) -> list[Worker]:
-        """Return the workers; raise PeerError if some have gone, which are left out the next time."""
+        """Return the workers; raise PeerError if one has died since the last call."""
         if self._driver is None:
             self.wait_for(self._count)
             self._count = 1
         with self._changed:
-            lost = [worker for worker in self._workers if worker.channel.is_lost]
-            workers = [worker for worker in self._workers if worker not in lost]
+            closed = [worker for worker in self._workers if worker.channel.is_lost]
+            workers = [worker for worker in self._workers if worker not in closed]
             self._workers = [*workers]
-        for worker in lost:
+        for worker in closed:
             worker.channel.close()
-        gone = {worker.name for worker in lost} - {worker.name for worker in workers}
-        if gone:
+        dead = {worker.name for worker in closed} - {worker.name for worker in workers}
+        if dead:
             raise PeerError(
-                f"{', '.join(sorted(gone))} died, or stopped answering, since the last push; nothing was "
-                "pushed. The next push goes on without, or with it where it has come back"
+                f"{', '.join(sorted(dead))} died, or stopped answering, since the last push; nothing was "
+                "pushed. Push again: the next push uses the workers that are connected"
             )
         if self._driver is not None and len(workers) < self._driver.workers:
             # A push to some workers only would leave one engine with two versions.
@@ -131,7 +131,7 @@ class WorkerServer:
         return workers
 
     def serve(self, workers: Sequence[Worker], version: int, sums: Sequence[Sums]) -> None:
-        """Have the ``workers`` fill in ``version``, and the engine follow; return when they serve it.
+        """Let the ``workers`` load ``version`` and the engine follow; wait until all serve it.
 
         Raises PeerError and VerifyError, naming workers, and PeerError if a call of the engine fails.
         """
@@ -148,26 +148,25 @@ class WorkerServer:
     def _exchange(
         self, workers: Sequence[Worker], version: int, sums: Sequence[Sums], check: Callable[[], None]
     ) -> None:
-        """Have the ``workers`` fill in ``version``, with these ``sums``; return when they serve it.
+        """Let the ``workers`` load ``version`` and compare ``sums``; wait until all serve it.
 
-        Raises what ``check`` raises, PeerError, naming the workers that are lost, and VerifyError if what one
-        read back differs.
+        Raises the errors of ``check``, PeerError if workers are lost, and VerifyError if values differ.
         """
         deadline = time.monotonic() + self._timeout
 
         def exchange(worker: Worker, expected: Sums) -> ZerostartError | None:
-            """Return the worker's failure; None if it serves the version."""
+            """Return the worker's error; None if it serves the version."""
             try:
                 worker.channel.send("fill", {"version": version, "sums": expected}, deadline=deadline)
                 while True:
                     answer = worker.channel.receive("serving", "failed", deadline=deadline, check=check)
-                    # It may have answered to a version that was given up since.
+                    # Skip late answers to earlier versions.
                     if answer.body["version"] == version:
                         why = answer.body.get("why")
                         return None if why is None else VerifyError(f"worker {worker.name}: {why}")
             except PeerError as error:
                 if not worker.channel.closed:
-                    raise  # a call of the engine
+                    raise  # an error of `check`
                 return PeerError(f"worker {worker.name} died, or stopped answering: {error}")
 
         with ThreadPoolExecutor(max(1, len(workers)), "zerostart-refit-worker") as pool:
@@ -183,7 +182,7 @@ class WorkerServer:
                 f"{', '.join(serving) or 'nobody'}; push again; a lost worker may come back"
             )
 
-    # Arrivals, in threads of their own.
+    # Accept workers, in other threads.
 
     def _accept(self) -> None:
         while True:
@@ -192,7 +191,7 @@ class WorkerServer:
             except OSError:
                 if self._is_closing:
                     return
-                time.sleep(0.05)  # out of descriptors: some come back
+                time.sleep(0.05)  # out of file descriptors: retry
                 continue
             threading.Thread(target=self._welcome, args=(connection,), daemon=True).start()
 
@@ -210,7 +209,7 @@ class WorkerServer:
         hello = channel.receive("hello", deadline=time.monotonic() + HELLO_TIMEOUT_S)
         deadline = time.monotonic() + self._timeout
         name = str(hello.body.get("name"))[:200]
-        channel.who = f"worker {name}"
+        channel.peer = f"worker {name}"
         if (protocol := hello.body.get("protocol")) != PROTOCOL:
             why = (
                 f"it speaks protocol {protocol}, and the trainer {PROTOCOL}: install the same zerostart on "
@@ -227,14 +226,14 @@ class WorkerServer:
                 why = f"worker {name} cannot take these weights: {answer.body['why']}"
                 self._refused.append(why)
                 raise ConversionError(why)
-            worker = Worker(name, channel, Runs.of(answer.body["rows"]))
+            worker = Worker(name, channel, ByteSet.of(answer.body["rows"]))
             if worker.wants.end > self._image.nbytes or self._is_closing:
-                raise PeerError(f"worker {name} wants bytes behind the end of the image, or comes too late")
+                raise PeerError(f"worker {name} asks for bytes outside the image, or the refit is closed")
             self._workers.append(worker)
 
 
 class _Call:
-    """An engine's own call in a thread: it may raise any error, or never return."""
+    """A call of the engine in a thread; it may fail or never return."""
 
     def __init__(self, work: Callable[[], object], message: str) -> None:
         self.message, self._work = message, work
@@ -248,7 +247,7 @@ class _Call:
             raise PeerError(f"{self.message}: {self._error}")
 
     def wait(self, timeout: float) -> None:
-        """Wait for the call to end; raise PeerError if it fails or takes longer."""
+        """Wait for the call; raise PeerError if it fails or exceeds ``timeout``."""
         self._thread.join(timeout)
         if self._thread.is_alive():
             raise PeerError(f"{self.message}: it has not returned within {timeout:.0f} s")
@@ -263,7 +262,7 @@ class _Call:
 
 def _remove_socket(process: int, path: Path, with_folder: bool) -> None:
     if os.getpid() != process:
-        return  # forked from the trainer, which goes on
+        return  # a fork of the trainer
     path.unlink(missing_ok=True)
     if with_folder:
         path.parent.rmdir()

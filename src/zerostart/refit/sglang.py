@@ -1,9 +1,8 @@
-"""SGLang as a place to which weights are pushed: its ``Engine``, or the address of its server.
+"""Push weights into SGLang: its ``Engine``, or its server.
 
-Both have to be started with ``custom_weight_loader`` naming ``weight_loader``. SGLang calls that in each of
-its workers for an ``update_weights_from_tensor`` whose ``load_format`` is its name, with the model and the
-tensors that came. Here a tensor is empty, and its name says what to do: the weights come by the refit's
-shared memory.
+Both must be started with ``custom_weight_loader`` naming ``weight_loader``. SGLang calls that in each worker
+for an ``update_weights_from_tensor`` with this ``load_format``. The tensor in the call is empty, and its name
+is a command. The weights come through the shared memory of the refit.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ import torch.distributed as dist
 from torch import nn
 
 from zerostart.errors import ConfigError, PeerError
-from zerostart.refit.connection import worker_of
+from zerostart.refit.connection import get_worker
 from zerostart.refit.receiver import Load, ModuleWeights, Stages
 from zerostart.refit.wire import Server
 from zerostart.upstream.sglang import updating
 
 logger = logging.getLogger("zerostart")
-#: The name under which SGLang knows ``weight_loader``.
+#: Name of ``weight_loader`` for SGLang.
 LOADER = "zerostart.serving.sglang_weight_loader"
-#: Seconds to find out whether an address is that of a server of SGLang.
+#: Seconds to wait for an answer about the server's kind.
 ANSWER_TIMEOUT_S = 20.0
 _CALLS = ("update_weights_from_tensor", "begin_weight_update", "end_weight_update", "get_server_info")
 
@@ -40,22 +39,22 @@ def driver_of(target: object) -> SGLangDriver | None:
         server = Server(target)
         try:
             info = server.call("server_info", timeout=ANSWER_TIMEOUT_S)
-        except (PeerError, ValueError):  # it may be anybody's
+        except (PeerError, ValueError):  # another server
             return None
-        known = info.keys() >= {"tp_size", "custom_weight_loader"}
-        return SGLangDriver(server, None, info) if known else None
+        is_sglang = info.keys() >= {"tp_size", "custom_weight_loader"}
+        return SGLangDriver(server, None, info) if is_sglang else None
     if all(callable(getattr(target, name, None)) for name in _CALLS) and hasattr(target, "tokenizer_manager"):
         engine: Any = target
-        # Asked here, in the thread that has the engine: its event loop belongs to whoever calls it first.
+        # Ask in this thread: the engine's event loop belongs to the first thread that calls it.
         return SGLangDriver(None, engine, engine.get_server_info())
     return None
 
 
 class SGLangDriver:
-    """An SGLang server, or an ``Engine`` with which no other thread may generate meanwhile."""
+    """Driver of an SGLang server, or of an ``Engine`` that is idle meanwhile."""
 
     def __init__(self, server: Server | None, engine: Any, info: Mapping[str, Any]) -> None:
-        """Raises ConfigError for an engine that cannot take weights."""
+        """Raise ConfigError for an engine that cannot load pushed weights."""
         self._server, self._engine, self.in_process = server, engine, server is None
         self._tensor_parallel = int(info["tp_size"])
         self.workers = self._tensor_parallel * int(info.get("pp_size") or 1)
@@ -73,13 +72,13 @@ class SGLangDriver:
             )
 
     def join(self, address: str, timeout: float) -> None:
-        self._ask({"do": "join", "address": address, "timeout": timeout}, False)
+        self._send_command({"do": "join", "address": address, "timeout": timeout}, False)
 
     def follow(self, version: int) -> None:
-        self._ask({"do": "follow", "version": version}, True)
+        self._send_command({"do": "follow", "version": version}, True)
 
     def served(self, version: int) -> None:
-        """Have the engine say that it serves ``version``."""
+        """Set the engine's weight version."""
         if self._server is None:
             updating.tell_version(self._engine, str(version))
         else:
@@ -87,44 +86,44 @@ class SGLangDriver:
 
     def leave(self) -> None:
         try:
-            self._ask({"do": "leave"}, False)
-        except Exception as error:  # of an engine that may be gone
-            logger.warning("SGLang's workers have not left: %s", error)
+            self._send_command({"do": "leave"}, False)
+        except Exception as error:  # the engine may be gone
+            logger.warning("SGLang's workers could not disconnect: %s", error)
 
-    def _ask(self, what: Mapping[str, Any], flush: bool) -> None:
+    def _send_command(self, command: Mapping[str, Any], flush: bool) -> None:
         try:
             self._call("begin_weight_update", selector="target")
         except PeerError:
-            # A trainer that was killed in an update has not ended it.
+            # End the update of a trainer that was killed.
             self._call("end_weight_update")
             self._call("begin_weight_update", selector="target")
         try:
-            tensors = [(json.dumps(what), torch.zeros(0, device="cpu"))]
-            given: dict[str, Any] = {"named_tensors": tensors}
+            tensors = [(json.dumps(command), torch.zeros(0, device="cpu"))]
+            arguments: dict[str, Any] = {"named_tensors": tensors}
             if self._server is not None:
                 # SGLang's reader takes a pickle of text and an empty tensor.
                 data = base64.b64encode(pickle.dumps(tensors)).decode()
-                given = {"serialized_named_tensors": [data] * self._tensor_parallel}
-            self._call("update_weights_from_tensor", **given, load_format=LOADER, flush_cache=flush)
+                arguments = {"serialized_named_tensors": [data] * self._tensor_parallel}
+            self._call("update_weights_from_tensor", **arguments, load_format=LOADER, flush_cache=flush)
         finally:
             self._call("end_weight_update")
 
     def _call(self, name: str, **body: Any) -> None:
-        """Call SGLang; raise PeerError if it answers that this has failed."""
+        """Call SGLang; raise PeerError if it reports a failure."""
         if self._server is not None:
             answer = self._server.call(name, body)
-            success, why = answer.get("success"), answer.get("message")
+            success, reason = answer.get("success"), answer.get("message")
         else:
-            success, why = (getattr(self._engine, name)(**body) or (None, ""))[:2]
+            success, reason = (getattr(self._engine, name)(**body) or (None, ""))[:2]
         if success is False:
-            raise PeerError(f"SGLang answers: {why}")
+            raise PeerError(f"SGLang answers: {reason}")
 
 
-# In a worker of SGLang.
+# In SGLang's workers.
 
 
 class SGLangWeights(ModuleWeights):
-    """A model in an SGLang worker, for ``Receiver``; SGLang unpacks and packs around an update."""
+    """Weights of a model in an SGLang worker; SGLang packs them after an update."""
 
     def __init__(self, model: nn.Module) -> None:
         updating.require()
@@ -133,32 +132,32 @@ class SGLangWeights(ModuleWeights):
 
     @contextmanager
     def tracing(self) -> Iterator[tuple[Mapping[str, torch.Tensor], Load]]:
-        with updating.nothing_derived(self._model), super().tracing() as found:
-            yield found
+        with updating.nothing_derived(self._model), super().tracing() as traced:
+            yield traced
 
     def stages(self, filled: Mapping[str, bool]) -> Stages:
-        """Yield the whole model; then have it derive again what it derives from its weights."""
+        """Yield the whole model, then let it recompute tensors that depend on its weights."""
         yield nullcontext(self._tensors)
         with torch.no_grad():
             updating.derive(self._model)
 
 
 def weight_loader(model: nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Do what the trainer asks of this worker, as ``custom_weight_loader`` of SGLang.
+    """Run a command of the trainer in this worker, as SGLang's ``custom_weight_loader``.
 
-    Raises nothing, since SGLang ends where a loader raises: a failure is logged, and the worker's own
-    connection tells the trainer.
+    Raises nothing, because SGLang exits if a loader raises. A failure is logged, and the worker's connection
+    reports it to the trainer.
     """
     for text, _ in named_tensors:
         try:
-            asked = json.loads(text)
+            command = json.loads(text)
             rank = dist.get_rank() if dist.is_initialized() else 0
-            worker = worker_of(model, SGLangWeights(model), f"sglang-{rank}")
-            if asked["do"] == "join":
-                worker.join(asked["address"], asked["timeout"])
-            elif asked["do"] == "follow":
-                worker.follow(asked["version"])
+            worker = get_worker(model, SGLangWeights(model), f"sglang-{rank}")
+            if command["do"] == "join":
+                worker.join(command["address"], command["timeout"])
+            elif command["do"] == "follow":
+                worker.follow(command["version"])
             else:
                 worker.leave()
-        except Exception as error:  # of a loader, the connection, the trainer
+        except Exception as error:  # the loader, the connection or the trainer
             logger.warning("%s: %s", type(error).__name__, error)

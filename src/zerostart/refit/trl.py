@@ -1,7 +1,7 @@
-"""TRL's trainers that generate with vLLM: its weights come by ``zerostart.refit``, one for each trainer.
+"""Push weights into vLLM for TRL's trainers, with one refit for each trainer.
 
-In colocated mode each rank has an engine, or a part of one that ranks share, which the ranks fill among
-themselves; in server mode rank 0 alone speaks with the server.
+In colocated mode the ranks fill the engines in their own processes. In server mode only rank 0 talks to the
+server.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from zerostart.upstream.trl.syncing import WeightSyncs, backend_of, wake
 from zerostart.upstream.vllm import reload
 
 Original = Callable[[], None]
-#: The refit of a ``VLLMGeneration``; None where TRL gathers by itself.
+#: Refit of each ``VLLMGeneration``; None if TRL gathers the weights.
 _refitters: weakref.WeakKeyDictionary[object, Refitter | None] = weakref.WeakKeyDictionary()
 
 
 def sync_weights(original: Original, generation: Any) -> None:
-    """Do ``VLLMGeneration.sync_weights``: bring the engine to the weights of now; collective."""
+    """Replace ``VLLMGeneration.sync_weights``: push the current weights; collective."""
     if generation not in _refitters:
         _refitters[generation] = _begin(generation, current_world())
     refitter = _refitters[generation]
@@ -39,13 +39,13 @@ def sync_weights(original: Original, generation: Any) -> None:
 
 
 def init_communicator(original: Original, client: Any) -> None:
-    """Do ``VLLMClient.init_communicator``, on rank 0: nothing if the workers connect with a refit."""
+    """Replace ``VLLMClient.init_communicator`` on rank 0; refits need no group."""
     if backend_of(client) != BACKEND:
         original()
 
 
 def _begin(generation: Any, world: World) -> Refitter | None:
-    """Begin a refit; None if TRL's own way has to do, which is told if the model is sharded."""
+    """Start a refit; return None if TRL must gather, and print why for a sharded model."""
     sharded = in_shards(generation.model)
     if generation.mode == "colocate":
         if not sharded:
@@ -53,7 +53,7 @@ def _begin(generation: Any, world: World) -> Refitter | None:
         try:
             reload.require()
         except UnsupportedVersionError as error:
-            _tell(world, str(error))
+            _print_reason(world, str(error))
             return None
         target = generation.llm
     else:
@@ -63,19 +63,19 @@ def _begin(generation: Any, world: World) -> Refitter | None:
         if backend != BACKEND:
             if sharded:
                 remedy = f'start it with --weight-transfer-config \'{{"backend": "{BACKEND}"}}\''
-                _tell(world, f"its server takes weights by {backend!r}; {remedy}")
+                _print_reason(world, f"its server takes weights by {backend!r}; {remedy}")
             return None
         target = generation.vllm_client.base_url if world.rank == 0 else None
-    wake(generation)  # a sleeping engine has no memory that its loader could be asked about
+    wake(generation)  # the loader of a sleeping engine cannot be traced
     refitter = Refitter(generation.model, target, RefitSettings())
-    weakref.finalize(generation, refitter.close)  # also at the end of the script
+    weakref.finalize(generation, refitter.close)  # runs at exit, too
     return refitter
 
 
-def _tell(world: World, why: str) -> None:
+def _print_reason(world: World, reason: str) -> None:
     if world.rank == 0 and sys.stderr is not None:
         print(
-            f"zerostart: TRL gathers the weights for vLLM by itself, since {why}", file=sys.stderr, flush=True
+            f"zerostart: TRL itself gathers the weights for vLLM, since {reason}", file=sys.stderr, flush=True
         )
 
 

@@ -1,4 +1,4 @@
-"""The public verbs of the room: ``zerostart.refit`` and ``zerostart.weight_source``."""
+"""Public functions ``zerostart.refit`` and ``zerostart.weight_source``."""
 
 from __future__ import annotations
 
@@ -22,41 +22,41 @@ def refit(
     timeout: float = 300.0,
     strict: bool = True,
 ) -> Refitter:
-    """Begin to push the weights of ``model`` into an inference engine; collective.
+    """Connect ``model`` with an inference engine, to push its weights; collective.
 
-    ``push()`` of the result brings the target to the weights as they are, ``close()`` ends it. Nothing is
-    gathered: which bytes go from which rank to which worker follows from how both hold the model. See
-    ``docs/refit.md``.
+    ``push()`` of the result copies the current weights into the target, and ``close()`` ends the connection.
+    Nothing is gathered: ranks send workers exactly the bytes that they need. See ``docs/refit.md``.
 
     Args:
         model: result of ``load``, ``deepspeed.initialize`` or ``accelerator.prepare``, or any model that
-            DeepSpeed's ZeRO or FSDP2 shards. Adapters of PEFT are merged on the way, or sent alone.
-        target: vLLM's ``LLM``, SGLang's ``Engine``, the ``http://...`` of a server of either on this machine,
-            or another engine that is told (a ``zerostart.serving.Driver``).
-            Or ``unix:///path``, a socket for workers of this machine and user, which connect by
-            ``zerostart.serving.serve``; None: a socket of its own, see ``address`` of the result.
-            Or a module with ``load_weights`` in this very rank, or a ``zerostart.serving.Receiver`` of one;
-            every rank passes its own, or None.
-        workers: number that the first push waits for; None: those of the engine, or one.
-        dtype: floating dtype of what is pushed; None keeps the parameters' own.
-        merge_adapters: False: push the model's one adapter alone, under the names of
+            DeepSpeed's ZeRO or FSDP2 shards. PEFT's adapters are merged on the way, or pushed separately.
+        target: one of these:
+
+            - vLLM's ``LLM``, SGLang's ``Engine``, the ``http://...`` of a server of either on this machine,
+              or a ``zerostart.serving.Driver`` of another engine;
+            - ``unix:///path``, a socket for workers of this machine and user, which connect with
+              ``zerostart.serving.serve``; None chooses a path, see ``address`` of the result;
+            - a module with ``load_weights`` in this rank, or a ``zerostart.serving.Receiver`` of one; every
+              rank passes its own, or None.
+        workers: number of workers that the first push waits for; None means those of the engine, or one.
+        dtype: floating dtype of the pushed weights; None keeps the parameters' dtypes.
+        merge_adapters: False pushes only the model's adapter, under the names of
             ``save(adapters_only=True)``.
-        timeout: seconds within which workers have to connect, and to serve a version.
-        strict: refuse an engine with parameters that no tensor of the model fills, which would go on as they
-            are. False: push all the same.
+        timeout: seconds for workers to connect, and to load a version.
+        strict: True refuses an engine with parameters that no tensor of the model fills.
 
     Returns:
         Refitter: ``push()``, ``close()``, ``address`` and ``version``; a context manager.
 
     Raises:
-        ZerostartError: the same type and text on every rank. ConfigError for arguments that do not fit.
+        ZerostartError: the same type and text on every rank. ConfigError for invalid arguments.
 
     Example:
         >>> import threading, torch, zerostart
         >>> from zerostart import serving
         >>> weights = {"weight": torch.ones(2, 3), "bias": torch.zeros(2)}
         >>> model = zerostart.load(weights, lambda: torch.nn.Linear(3, 2), engine="fsdp2", progress=False)
-        >>> engine = torch.nn.Linear(3, 2)  # in a process of its own, as a rule
+        >>> engine = torch.nn.Linear(3, 2)  # usually in another process
         >>> receiver = serving.Receiver(engine, lambda pairs: engine.load_state_dict(dict(pairs)))
         >>> with zerostart.refit(model) as refitter:
         ...     worker = threading.Thread(target=serving.serve, args=(receiver, refitter.address))
@@ -84,25 +84,26 @@ def weight_source(
     dtype: torch.dtype | str | None = None,
     merge_adapters: bool = True,
 ) -> WeightSource:
-    """Give the checkpoint of ``model`` as a stream of whole tensors, for engines that take weights so.
+    """Stream the checkpoint of ``model`` as whole tensors, for engines that need whole tensors.
 
-    It has what vLLM's trainer side asks of a ``WeightSource``: ``metadata()`` (name, dtype, whole shape, in
-    the order of the iteration), ``held_names()``, and iteration, each time a fresh pass over ``(name,
-    tensor)``, collective, which every rank has to run to its end. Names and tensors are those that ``save``
-    writes, and not the model's: experts one by one, adapters merged. In addition to the tensor that is
-    yielded a rank takes about 100 MiB. If an engine can be told, ``refit`` moves less.
+    The result is a ``WeightSource`` of vLLM's trainer side: ``metadata()`` (name, dtype and whole shape of
+    each tensor, in order), ``held_names()``, and iteration over ``(name, tensor)``. Each iteration is
+    collective: every rank must run it to its end. Names and tensors are those that ``save`` writes: single
+    experts, merged adapters. A rank needs about 100 MiB in addition to the current tensor. ``refit`` moves
+    fewer bytes.
 
     Args:
         model: as for ``save``.
-        rank: who gets the tensors, in host memory; the others get tensors on the meta device. None: all.
-        dtype: floating dtype of the tensors; None keeps the parameters' own.
-        merge_adapters: False: the model's one adapter alone, as ``save(adapters_only=True)`` writes it.
+        rank: rank that receives the tensors, in host memory; None means all. Other ranks receive tensors on
+            the meta device.
+        dtype: floating dtype of the tensors; None keeps the parameters' dtypes.
+        merge_adapters: False streams only the model's adapter, as ``save(adapters_only=True)`` writes it.
 
     Returns:
-        WeightSource: the stream. The model may be trained between two passes.
+        WeightSource: the stream. The model may be trained between two iterations.
 
     Raises:
-        ZerostartError: the same type and text on every rank. ConfigError for arguments that do not fit.
+        ZerostartError: the same type and text on every rank. ConfigError for invalid arguments.
 
     Example:
         >>> import torch, zerostart

@@ -1,8 +1,7 @@
-"""The engine that vLLM's ``WeightTransferEngineFactory`` makes for ``{"backend": "zerostart"}``.
+"""Engine that vLLM's ``WeightTransferEngineFactory`` creates for ``{"backend": "zerostart"}``.
 
-vLLM imports this in its workers; its module ``vllm.distributed.weight_transfer.base`` says who calls which
-method. Layers are opened and packed while they are filled, so nothing is left to do at the start and at the
-end of an update.
+vLLM imports this module in its workers; ``vllm.distributed.weight_transfer.base`` documents the calls. Layers
+are prepared and packed while they are filled, so an update needs no start and no end.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from zerostart.refit.vllm import JoinInfo, PushInfo, engine_worker
 
 
 class WeightTransfer(WeightTransferEngine):  # type: ignore[misc]  # the base is untyped
-    """Takes the versions of a trainer that has called ``zerostart.refit``."""
+    """Receives weights from a trainer that called ``zerostart.refit``."""
 
     init_info_cls = JoinInfo
     update_info_cls = PushInfo
-    # A draft model would need a refit of its own.
+    # A draft model needs another refit.
     supports_draft_weight_update = False
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
@@ -32,14 +31,14 @@ class WeightTransfer(WeightTransferEngine):  # type: ignore[misc]  # the base is
         self._worker.join(init_info.address, init_info.timeout)
 
     def start_weight_update(self) -> None:
-        """Do nothing: see above."""
+        """Do nothing; see the module's docstring."""
 
     def receive_weights(self, update_info: PushInfo) -> None:
         """Take part in a push."""
         self._worker.follow(update_info.version)
 
     def finish_weight_update(self) -> None:
-        """Do nothing: see above."""
+        """Do nothing; see the module's docstring."""
 
     def shutdown(self) -> None:
         """Close the connection."""

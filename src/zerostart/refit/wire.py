@@ -1,8 +1,8 @@
-"""Exchange control messages of a refit over a Unix socket, and call the engines that take part.
+"""Control messages of a refit over a Unix socket, and calls of HTTP servers.
 
 Both processes belong to one user on one machine, and ask the kernel for the user id of the other. A message
-is one packet: its kind, the descriptor of an anonymous file with a JSON object, and possibly a descriptor of
-the image. So a message arrives whole or not at all, and a wait for it has one deadline.
+is one packet: its kind, the descriptor of an anonymous file with a JSON object, and optionally the descriptor
+of the image. So a message arrives whole or not at all, and one deadline limits the wait.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from zerostart.errors import ConfigError, PeerError
 PROTOCOL = 3
 #: Maximum length of the kind of a message, in bytes.
 MAX_KIND_BYTES = 32
-#: Seconds between two calls of ``check`` while a side waits for a message.
+#: Seconds between two calls of ``check`` during a wait.
 POLL_S = 0.25
 
 
@@ -70,7 +70,7 @@ def listen(path: Path | None) -> tuple[socket.socket, Path]:
         listener.listen(128)
     except OSError as error:
         listener.close()
-        raise ConfigError(f"nobody can listen at unix://{path}: {error.strerror or error}") from error
+        raise ConfigError(f"cannot listen at unix://{path}: {error.strerror or error}") from error
     return listener, path
 
 
@@ -101,20 +101,20 @@ def connect(path: Path, deadline: float) -> Channel:
 
 
 class Channel:
-    """A connection to a peer, which error messages call ``who``.
+    """Connection to a peer; its methods raise PeerError if the peer does not answer."""
 
-    Its methods raise PeerError if the peer does not answer.
-    """
+    def __init__(self, connection: socket.socket, peer: str) -> None:
+        """Wrap a socket; raise PeerError if ``peer`` belongs to another user.
 
-    def __init__(self, connection: socket.socket, who: str) -> None:
-        """Raise PeerError if the peer is a process of another user."""
-        self.who, self.closed = who, False
+        ``peer`` is its name in messages.
+        """
+        self.peer, self.closed = peer, False
         self._socket = connection
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
         _, user, _ = struct.unpack("3i", credentials)
         if user != os.geteuid():
             self.close()
-            raise PeerError(f"{who} is a process of user {user}, and this one of user {os.geteuid()}")
+            raise PeerError(f"{peer} is a process of user {user}, and this one of user {os.geteuid()}")
 
     def send(self, kind: str, body: dict[str, Any], *descriptors: int, deadline: float) -> None:
         """Send a message, and possibly a file descriptor, before ``deadline``."""
@@ -130,7 +130,8 @@ class Channel:
     def receive(self, *kinds: str, deadline: float, check: Callable[[], None] = lambda: None) -> Message:
         """Receive the next message, of one of ``kinds``, before ``deadline``.
 
-        Meanwhile ``check`` is called every ``POLL_S`` seconds. If it raises, the connection stays open.
+        ``check`` is called every ``POLL_S`` seconds until a message begins. If it raises, the connection
+        stays open.
         """
         while not self.waiting(min(POLL_S, max(0.0, deadline - time.monotonic()))):
             check()
@@ -158,7 +159,7 @@ class Channel:
 
     @property
     def is_lost(self) -> bool:
-        """True if the peer has closed the connection, or this side has."""
+        """True if either side has closed the connection."""
         return self.closed or self._poll(select.POLLRDHUP, 0.0)
 
     def close(self) -> None:
@@ -173,46 +174,46 @@ class Channel:
 
     def _fail(self, error: BaseException) -> PeerError:
         self.close()
-        return PeerError(f"the connection with {self.who} is lost: {error}")
+        return PeerError(f"the connection with {self.peer} is lost: {error}")
 
 
 @runtime_checkable
 class Driver(Protocol):
-    """An engine whose workers have to be told when to connect, and when a push begins, by rank 0.
+    """Calls of an engine whose workers connect to rank 0.
 
-    An engine that lives in the rank that it was given to has a true attribute ``in_process``. A method
-    ``served(version)``, if there is one, is called when all workers have a version. If a method ``worker()``
-    gives a ``Receiver``, of the one worker, which is in the rank's own process, the ranks fill that, and only
-    ``served`` is called.
+    An engine that lives in the rank's process has a true attribute ``in_process``. An optional method
+    ``served(version)`` is called when all workers have a version. An optional method ``worker()`` returns the
+    ``Receiver`` of an only worker in the rank's process. The ranks then fill it directly and call only
+    ``served``.
     """
 
     #: Number of workers that connect.
     workers: int
 
     def join(self, address: str, timeout: float) -> None:
-        """Have the workers connect with ``address``, and return when they have."""
+        """Let the workers connect to ``address``; return when they have."""
         ...
 
     def follow(self, version: int) -> None:
-        """Have each worker call ``Connection.follow``, and return when all have."""
+        """Let each worker call ``Connection.follow``; return when all have."""
         ...
 
     def leave(self) -> None:
-        """Have the workers close their connections; raise nothing."""
+        """Let the workers close their connections; never raise."""
         ...
 
 
 class Server:
-    """A server at ``http://HOST:PORT``; raises PeerError for any answer but success."""
+    """HTTP server at ``http://HOST:PORT``; a failed request raises PeerError."""
 
     def __init__(self, address: str, missing: str = "") -> None:
-        """``missing`` says what to do if a route is missing."""
+        """Use ``missing`` as the remedy in errors about missing routes."""
         self.address, self._missing = address.rstrip("/"), missing
 
     def call(self, route: str, body: Mapping[str, Any] | None = None, timeout: float | None = None) -> Any:
-        """Post ``body``, or ask for something without one.
+        """Send a request, by POST if it has a ``body``; return the JSON answer.
 
-        No timeout within a push, which has one and ends what the route waits for.
+        Within a push there is no ``timeout``: the push has its own, which ends the server's wait.
         """
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(
@@ -223,8 +224,8 @@ class Server:
                 text = answer.read()
         except urllib.error.HTTPError as error:
             is_missing = error.code == 404 and self._missing
-            said = self._missing if is_missing else error.read(2000).decode(errors="replace")
-            raise PeerError(f"{self.address}/{route} answers {error.code}: {said}") from None
+            reason = self._missing if is_missing else error.read(2000).decode(errors="replace")
+            raise PeerError(f"{self.address}/{route} answers {error.code}: {reason}") from None
         except OSError as error:
             raise PeerError(f"{self.address}/{route} does not answer: {error}") from error
         return json.loads(text) if text.startswith(b"{") else {}

@@ -23,7 +23,7 @@ from zerostart.checkpoint.write.shards import SaveLayout
 from zerostart.distributed.world import World, current_world, default_device
 from zerostart.errors import ConfigError, PeerError
 from zerostart.recipe import Target, torch_dtype
-from zerostart.refit.image import Image, ImagePart, Runs, SetSums, Sums
+from zerostart.refit.image import ByteSet, Image, ImagePart, SetDigests, Sums
 from zerostart.refit.pushes import CHUNK, ModelWrites, PushTargets, RefitSettings, prepare_model
 from zerostart.refit.receiver import FillPlan, Receiver
 from zerostart.refit.wire import Driver
@@ -42,7 +42,7 @@ Range = tuple[int, int]
 
 
 class Windows:
-    """Windows of an image: byte ranges whose edges no write crosses; see ``plan_writes``."""
+    """Byte ranges of an image whose edges no write crosses; see ``plan_writes``."""
 
     def __init__(self, layout: SaveLayout) -> None:
         edges: list[int] = []
@@ -77,13 +77,13 @@ class Windows:
         return range(bisect_right(self._edges, low) - 1, bisect_left(self._edges, high))
 
     def _merge(self, windows: set[int]) -> list[Range]:
-        found: list[Range] = []
+        ranges: list[Range] = []
         for number in sorted(windows):
             low, high = self._edges[number], self._edges[number + 1]
-            if found and found[-1][1] == low:
-                low = found.pop()[0]
-            found.append((low, high))
-        return found
+            if ranges and ranges[-1][1] == low:
+                low = ranges.pop()[0]
+            ranges.append((low, high))
+        return ranges
 
 
 class Rounds:
@@ -95,16 +95,16 @@ class Rounds:
     def __init__(
         self,
         ready: ModelWrites,
-        owns: Sequence[Runs],
-        wants: Sequence[Runs],
-        sums: SetSums,
+        owns: Sequence[ByteSet],
+        wants: Sequence[ByteSet],
+        sums: SetDigests,
         world: World,
         device: torch.device,
     ) -> None:
         """Prepare rounds; ``owns`` and ``wants`` list each rank's available and needed bytes.
 
-        The bytes of ``owns`` are disjoint. Bands are allocated on ``device`` and sent from there. Each
-        element that any rank requests is added to ``sums`` once.
+        The sets in ``owns`` are disjoint. Bands are allocated on ``device``. Each requested element is added
+        to ``sums`` once.
         """
         layout = ready.image.layout
         self.windows = Windows(layout)
@@ -113,7 +113,7 @@ class Rounds:
         self._sends = [owns[world.rank].intersect(runs) for runs in wants]
         self._receives = [runs.intersect(wants[world.rank]) for runs in owns]
         if device.type != "cpu":
-            # The weights may still be written on another stream than the current one.
+            # Another stream may still write the weights.
             torch.accelerator.synchronize(device)
         self._write_offsets = [
             layout.tensors[write.name].offset + write.first * write.dtype.itemsize
@@ -131,7 +131,7 @@ class Rounds:
         return self._exchange(self._world.all_gather_object(list(ranges), "requesting weights"))
 
     def finish(self) -> None:
-        """Answer the requests of other ranks until no rank has any; collective."""
+        """Answer requests of other ranks until there are none; collective."""
         while self._world.size > 1:
             requests: list[list[Range] | None] = self._world.all_gather_object(None, "requesting weights")
             if all(asked is None for asked in requests):
@@ -198,7 +198,7 @@ class Rounds:
     def _copy_on_device(self, write: Write, window: torch.Tensor, is_summed: bool) -> None:
         with torch.no_grad():
             for part in write.parts:
-                # A write has the loops of a read, with source and target exchanged.
+                # The loops of a write are those of a read with source and target exchanged.
                 loops = [(size, local, far) for size, far, local in part.loops]
                 count = 1 + sum((size - 1) * local for size, local, _ in loops)
                 shard_values = self._storages[part.target].elements(part.to, count)
@@ -208,16 +208,16 @@ class Rounds:
             self._sums.add_rows(write.name, write.first + first, step, values)
 
 
-def _select_ranges(runs: Runs, ranges: Sequence[Range]) -> list[tuple[Range, Runs]]:
+def _select_ranges(runs: ByteSet, ranges: Sequence[Range]) -> list[tuple[Range, ByteSet]]:
     return [(each, part) for each in ranges if (part := runs.within(*each)).nbytes]
 
 
-def _size_of(parcel: Sequence[tuple[Range, Runs]]) -> int:
+def _size_of(parcel: Sequence[tuple[Range, ByteSet]]) -> int:
     return sum(runs.nbytes for _, runs in parcel)
 
 
 class _RankSupply:
-    """A ``Supply`` that gets its bytes from the exchange rounds."""
+    """A ``Supply`` of bytes from exchange rounds."""
 
     def __init__(self, rounds: Rounds) -> None:
         self._rounds = rounds
@@ -238,7 +238,7 @@ class _RankSupply:
             computed = replace(plan, reads=(), computations=computations)
             execute(computed, storages, Progress(0, False), push_threads(), bands)
 
-    def sum(self, image: Image, runs: Runs, digests: Digests) -> None:
+    def sum(self, image: Image, runs: ByteSet, digests: Digests) -> None:
         spans = zip(runs.low.tolist(), runs.high.tolist(), strict=True)
         windows = dict.fromkeys(window for span in spans for window in self._rounds.windows.between(*span))
         for batch, ranges in self._rounds.windows.batches((window, [window]) for window in windows):
@@ -248,14 +248,14 @@ class _RankSupply:
 
 
 class _Bands(Reader):
-    """A reader of the bytes of several bands."""
+    """Reader of several bands."""
 
     def __init__(self, bands: Sequence[ImagePart]) -> None:
         self._bands = bands
         self._lows = [band.low for band in bands]
 
     def rows(self, start: int, width: int, stride: int, count: int) -> torch.Tensor:
-        """Return a view of rows of bytes, [count, width], all of one band."""
+        """Return a view of rows in one band, [count, width]."""
         return self._bands[bisect_right(self._lows, start) - 1].rows(start, width, stride, count)
 
     def read(self, file: int, offset: int, buffers: Sequence[memoryview]) -> None:
@@ -265,11 +265,11 @@ class _Bands(Reader):
 class WithinRanks:
     """Transport to engine workers inside the ranks."""
 
-    #: Empty, since no worker connects.
+    #: Empty: no worker connects.
     address = ""
 
     def __init__(self, target: Receiver | None, driver: Driver | None, strict: bool, world: World) -> None:
-        """Note the target, None on ranks without one; ``driver``, if any, is told of complete versions."""
+        """Store the target of this rank, if any, and the ``driver`` to notify of new versions."""
         self._world, self._receiver, self._driver, self._strict = world, target, driver, strict
         name = None if target is None else target.name or f"rank {world.rank}"
         self._names = world.all_gather_object(name, "naming the workers")
@@ -287,24 +287,24 @@ class WithinRanks:
     def agree_on_targets(self, ready: ModelWrites) -> PushTargets:
         """Agree which rank takes which bytes; collective."""
         world = self._world
-        own, taken = Runs.of_writes(ready.plan, ready.image.layout), Runs.of([])
+        own, needed = ByteSet.of_writes(ready.plan, ready.image.layout), ByteSet.of([])
         with world.phase("planning"):
             if self._receiver is not None:
                 if self._fill is None or self._image is not ready.image:
                     self._fill = FillPlan(self._receiver, ready.image, self._strict)
                     self._image = ready.image
-                taken = self._fill.wants
-        demand = own.rows.tolist(), taken.rows.tolist()
+                needed = self._fill.wants
+        demand = own.rows.tolist(), needed.rows.tolist()
         demands = world.all_gather_object(demand, "planning the messages")
         if self._targets is None or self._last_demands != (ready.image.entries, demands):
             self._last_demands = ready.image.entries, demands
-            self._owns = [Runs.of(rows) for rows, _ in demands]
-            self._wants = [Runs.of(rows) for _, rows in demands]
+            self._owns = [ByteSet.of(rows) for rows, _ in demands]
+            self._wants = [ByteSet.of(rows) for _, rows in demands]
             self._targets = PushTargets.of(ready.image, self._names, self._wants)
         self._device = self._choose_device(ready)
         return self._targets
 
-    def move(self, ready: ModelWrites, sums: SetSums) -> int:
+    def move(self, ready: ModelWrites, sums: SetDigests) -> int:
         """Copy all needed bytes into the targets; collective.
 
         Returns the number of bytes that ranks sent to each other.
@@ -333,10 +333,10 @@ class WithinRanks:
                 ) from error
 
     def close(self, is_over: bool) -> None:
-        """Do nothing: there is no connection to close."""
+        """Do nothing: there is no connection."""
 
     def _choose_device(self, ready: ModelWrites) -> torch.device:
-        """Choose the device of the bands, of the same kind on every rank; collective.
+        """Choose one kind of device for the bands of all ranks; collective.
 
         It is the accelerator if all weights are on it and the process group sends its tensors.
         """
@@ -352,7 +352,7 @@ class WithinRanks:
 
 
 class WeightSource:
-    """A stream of whole tensors, made by ``zerostart.weight_source``, which documents it."""
+    """Stream of whole tensors; see ``zerostart.weight_source``."""
 
     def __init__(self, model: nn.Module, rank: int | None, settings: RefitSettings) -> None:
         self._world = world = current_world()
@@ -363,17 +363,17 @@ class WeightSource:
         self._image = prepare_model(model, settings, world).image
 
     def metadata(self) -> list[Target]:
-        """Return name, dtype and whole shape of each tensor, in the order of iteration; not collective."""
+        """List the name, dtype and whole shape of each tensor in order; not collective."""
         return [
             Target(name, tuple(shape), torch_dtype(dtype, name)) for name, dtype, shape in self._image.entries
         ]
 
     def held_names(self) -> None:
-        """Return None: whoever yields tensors yields all of them."""
+        """Return None: the ranks that yield tensors yield all of them."""
         return
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Pass over the weights as they are when it begins; collective, to the end."""
+        """Yield the current weights; collective, to the end."""
         world, image = self._world, self._image
         with world.phase("giving whole tensors of the checkpoint"):
             ready = prepare_model(self._model, self._settings, world)
@@ -381,19 +381,19 @@ class WeightSource:
                 raise ConfigError(
                     "the model's tensors have changed since weight_source was called; call it again"
                 )
-            own = Runs.of_writes(ready.plan, image.layout).rows.tolist()
-            owns = [Runs.of(rows) for rows in world.all_gather_object(own, "planning the messages")]
-            wants = [Runs.of([(0, image.nbytes, 0, number in self._targets)]) for number in range(world.size)]
-            sums, device = SetSums(image, []), torch.device("cpu")
+            own = ByteSet.of_writes(ready.plan, image.layout).rows.tolist()
+            owns = [ByteSet.of(rows) for rows in world.all_gather_object(own, "planning the messages")]
+            wants = [ByteSet.of([(0, image.nbytes, 0, n in self._targets)]) for n in range(world.size)]
+            sums, device = SetDigests(image, []), torch.device("cpu")
             rounds = Rounds(ready, owns, wants, sums, world, device)
-            wanted = world.rank in self._targets
+            is_target = world.rank in self._targets
             for meta in self.metadata():
                 entry = image.layout.tensors[meta.name]
-                out = torch.empty(meta.shape, dtype=meta.dtype, device=device if wanted else "meta")
+                out = torch.empty(meta.shape, dtype=meta.dtype, device=device if is_target else "meta")
                 windows = rounds.windows.between(entry.offset, entry.offset + entry.nbytes)
                 for _, ranges in rounds.windows.batches((None, [window]) for window in windows):
                     for low, high in ranges:
-                        for band in rounds.fetch([(low, high)] if wanted else []):
+                        for band in rounds.fetch([(low, high)] if is_target else []):
                             flat = out.view(-1).view(torch.uint8)[low - entry.offset : high - entry.offset]
                             flat.copy_(band.rows(low, high - low, 0, 1)[0])
                 yield meta.name, out
