@@ -50,7 +50,6 @@ def load_pipeline(
         trainable: components that you pass to ``deepspeed.initialize``, ``accelerator.prepare`` or an FSDP2
             loop, one by one or in one module. Other components are frozen, and can be called directly.
         memory_limit: as in ``load``.
-        parallel_config: refused: diffusers' context parallelism shares sequences over whole models.
         without: models that are not loaded and are None in the pipeline (such as the transformer).
 
     Returns:
