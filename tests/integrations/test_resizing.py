@@ -9,6 +9,7 @@ import torch
 import zerostart
 from tests.ranks import run_ranks
 from tests.tiny import TinyCheckpoints, minilm_path
+from zerostart.errors import EngineError
 
 MODELS = {
     "qwen3": "AutoModelForCausalLM",
@@ -133,3 +134,26 @@ def partitions(path: Path, folder: Path, edits: list[str]) -> None:
 @pytest.mark.parametrize(("kind", "edits"), [("qwen3", ["more"]), ("qwen3_moe_aligned", list(CHANGES))])
 def test_partitions(kind: str, edits: list[str], checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
     run_ranks(partitions, 2, checkpoints(kind), tmp_path, edits)
+
+
+def inner_models(path: Path, tied: Path) -> None:
+    """``resize_token_embeddings`` of the decoder, as scripts of composite models call it."""
+    import transformers
+
+    plain = transformers.AutoModelForCausalLM.from_pretrained(path)
+    change(plain.model, *CHANGES["more"], seed=7)
+    expected = plain.state_dict()
+    for engine in ("fsdp2", "deepspeed"):
+        with zerostart.enabled(engine=engine):
+            model = transformers.AutoModelForCausalLM.from_pretrained(path)
+            other = transformers.AutoModelForCausalLM.from_pretrained(tied)
+        change(model.model, *CHANGES["more"], seed=7 + torch.distributed.get_rank())
+        found = dict(zerostart.full_tensors(model, rank=None))
+        assert {name for name in expected if not torch.equal(found[name], expected[name])} == set()
+        with pytest.raises(EngineError, match=r"lm_head of .*Qwen3ForCausalLM has the same weight"):
+            other.model.resize_token_embeddings(120)
+
+
+@pytest.mark.slow
+def test_inner_models(checkpoints: TinyCheckpoints) -> None:
+    run_ranks(inner_models, 2, checkpoints("qwen3_moe_aligned"), checkpoints("qwen3"))

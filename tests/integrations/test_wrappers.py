@@ -58,6 +58,13 @@ def script(path: Path, out: Path, environment: dict[str, str], adapter: str, cal
     torch.manual_seed(0)
     configs = {
         "lora": peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], r=4),
+        "tied": peft.LoraConfig(
+            task_type="CAUSAL_LM",
+            target_modules=["q_proj"],
+            r=4,
+            modules_to_save=["embed_tokens", "lm_head"],
+            ensure_weight_tying=True,
+        ),
         "prompt": peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
         "prefix": peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
         "encoder": peft.PromptEncoderConfig(
@@ -106,8 +113,8 @@ def test_calls_of_trained_parts_on_fsdp2(calls: str, checkpoints: TinyCheckpoint
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["zero2", "zero3", "fsdp2"])
-@pytest.mark.parametrize("adapter", ["prompt", "prefix", "encoder"])
-def test_adapters_of_prompts(engine: str, adapter: str, checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
+@pytest.mark.parametrize("adapter", ["prompt", "prefix", "encoder", "tied"])
+def test_adapters(engine: str, adapter: str, checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
     path, one, two = checkpoints("qwen3"), tmp_path / "one", tmp_path / "two"
     expected = run(1, path, one, {}, adapter, "")
     assert run(2, path, two, environment(engine, tmp_path), adapter, "") == pytest.approx(expected, rel=1e-5)
@@ -124,3 +131,33 @@ def test_a_wrapper_with_a_save_of_its_own(engine: str, checkpoints: TinyCheckpoi
     Wrapper.save_pretrained = lambda self, path: None  # type: ignore[attr-defined]
     run(2, checkpoints("qwen3"), tmp_path / "two", environment(engine, tmp_path), "lora", "forward")
     assert {"head.weight", "head.bias"} < load_file(tmp_path / "two/model.safetensors").keys()
+
+
+def clip(path: Path) -> None:
+    """A text encoder, whose class names a class of the vision encoder as well."""
+    os.environ.update(fsdp2())
+    from accelerate import Accelerator
+    from transformers import CLIPTextModel
+
+    import zerostart
+
+    zerostart.enable()
+    accelerator = Accelerator(cpu=True)
+    model = CLIPTextModel.from_pretrained(path)
+    model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    tokens = torch.arange(8).reshape(1, 8)
+    zerostart.disable()
+    whole = CLIPTextModel.from_pretrained(path)
+    with torch.no_grad():
+        expected = whole(input_ids=tokens).pooler_output
+        torch.testing.assert_close(model(input_ids=tokens).pooler_output, expected)
+
+
+@pytest.mark.slow
+def test_a_part_that_names_classes_of_other_parts(tmp_path: Path) -> None:
+    from transformers import CLIPTextConfig, CLIPTextModel
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = CLIPTextConfig(**sizes, vocab_size=50, eos_token_id=49, bos_token_id=48)
+    CLIPTextModel(config).save_pretrained(tmp_path / "clip")
+    run_ranks(clip, 2, tmp_path / "clip", process_group=False)

@@ -83,14 +83,17 @@ def serve_adapters(model: nn.Module) -> None:
 
 
 def serve_resizing(model: nn.Module) -> None:
-    """Have ``resize_token_embeddings`` of a loaded ``model``, if it has that, resize its shards."""
-    if not get_record(model).engine.replicates_parameters and hasattr(model, "resize_token_embeddings"):
-        from zerostart.upstream.transformers.loading import resize_by
+    """Have ``resize_token_embeddings`` of a loaded ``model``, or of a model in it, resize its shards."""
+    if get_record(model).engine.replicates_parameters:
+        return
+    for part in model.modules():
+        if hasattr(part, "resize_token_embeddings"):
+            from zerostart.upstream.transformers.loading import resize_by
 
-        resize_by(model, functools.partial(_resize, model))
+            resize_by(part, functools.partial(_resize, model, part))
 
 
-def _resize(model: nn.Module, *args: Any, **kwargs: Any) -> object:
+def _resize(*args: Any, **kwargs: Any) -> object:
     from zerostart.integrations.transformers.resizing import resize_token_embeddings
 
-    return resize_token_embeddings(model, *args, **kwargs)
+    return resize_token_embeddings(*args, **kwargs)

@@ -302,11 +302,17 @@ def shard_added(model: nn.Module, options: EngineConfig, fp32: bool) -> list[str
         added.append((name, module))
     # Over all ranks, as the model's own: their gradients are the mean of all batches.
     mesh = _mesh_of(model)
+    tied: dict[frozenset[nn.Module], list[nn.Module]] = {}
+    holders = _holders(model)
     for _, module in added:
         hold_masters(module.parameters(recurse=False), fp32)
+        sharing = frozenset().union(*(holders[id(p)] for p in module.parameters(recurse=False)))
+        tied.setdefault(sharing, []).append(module)
+    for modules in tied.values():
+        ignored = set().union(*map(scalars_of, modules))
         # Small, and needed again in the backward: gathered once a step.
-        kept = {"reshard_after_forward": False, "ignored_params": scalars_of(module)}
-        fully_shard(module, mesh=mesh, **{**options, **kept})
+        kept = {"reshard_after_forward": False, "ignored_params": ignored}
+        fully_shard(modules, mesh=mesh, **{**options, **kept})
     return [name for name, _ in added]
 
 

@@ -22,23 +22,26 @@ _SIZES = ("vocab_size", "num_embeddings", "in_features", "out_features")
 
 
 def resize_token_embeddings(
+    root: PreTrainedModel,
     model: PreTrainedModel,
     new_num_tokens: int | None = None,
     pad_to_multiple_of: int | None = None,
     mean_resizing: bool = True,
 ) -> object:
-    """The method of transformers, of whose arguments these are, for a model in shards; collective.
+    """Resize the embeddings of ``model``, which is ``root`` or a part of it, in shards; collective.
 
-    The rows of new tokens are those that rank 0 draws. Raises EngineError once the model has run or has its
-    optimizer, and where tensor parallel has cut the embeddings.
+    Takes the other arguments of transformers' method. Rank 0 draws the rows of new tokens. Raises EngineError
+    once the model has run or has its optimizer, if tensor parallelism has sliced the embeddings, and if
+    another part of ``root`` has the same weight.
     """
     arguments = (new_num_tokens, pad_to_multiple_of, mean_resizing)
     have = full_shape(model.get_input_embeddings().weight)[0]
     if new_num_tokens in (None, have) and pad_to_multiple_of is None:
         return model.get_input_embeddings()
-    _check(model, have, new_num_tokens)
-    resize = _resize_units if get_record(model).engine.uses_fully_shard else _resize_partitions
-    return resize(model, arguments)
+    _check(root, model, have, new_num_tokens)
+    if get_record(root).engine.uses_fully_shard:
+        return _resize_units(root, model, arguments)
+    return _resize_partitions(model, arguments)
 
 
 def _resize_partitions(model: PreTrainedModel, arguments: tuple[object, ...]) -> object:
@@ -56,7 +59,7 @@ def _resize_partitions(model: PreTrainedModel, arguments: tuple[object, ...]) ->
     return model.get_input_embeddings()
 
 
-def _resize_units(model: PreTrainedModel, arguments: tuple[object, ...]) -> object:
+def _resize_units(root: PreTrainedModel, model: PreTrainedModel, arguments: tuple[object, ...]) -> object:
     """Of FSDP2's units, by transformers, which copies rows from the old weight to the new one.
 
     So the embeddings, and the head, are whole on every rank while it does; then they are shards again.
@@ -68,7 +71,7 @@ def _resize_units(model: PreTrainedModel, arguments: tuple[object, ...]) -> obje
     # transformers writes the new size into all of these; where it fails they get their old one back.
     told = [model, model.config.get_text_config(), *layers]
     sizes = [(one, name, getattr(one, name)) for one in told for name in _SIZES if hasattr(one, name)]
-    with get_record(model).engine.whole_for_a_while(model, layers):
+    with get_record(root).engine.whole_for_a_while(root, layers):
         try:
             with current_world().phase("resizing the embeddings"):
                 original(model, *arguments)
@@ -87,12 +90,19 @@ def _resize_units(model: PreTrainedModel, arguments: tuple[object, ...]) -> obje
     return embeddings
 
 
-def _check(model: PreTrainedModel, have: int, wanted: int | None) -> None:
+def _check(root: PreTrainedModel, model: PreTrainedModel, have: int, wanted: int | None) -> None:
     what = f"the embeddings of {type(model).__name__} cannot be resized from {have} to {wanted}"
     weight = model.get_input_embeddings().weight
     for engine in engine_families():
-        engine.check_replaceable(model, weight, what)
-    record = get_record(model)
+        engine.check_replaceable(root, weight, what)
+    layers = (model.get_input_embeddings(), model.get_output_embeddings())
+    tied = [n for n, m in root.named_modules() if m not in layers and weight in set(m._parameters.values())]
+    if tied:
+        raise EngineError(
+            f"{what}, because {tied[0]} of {type(root).__name__} has the same weight: resize those of "
+            f"{type(root).__name__}"
+        )
+    record = get_record(root)
     whole = record.engine.uses_fully_shard and not isinstance(weight, DTensor)
     if whole or record.parallelism.mesh.tensor_parallel > 1:
         raise EngineError(

@@ -138,9 +138,9 @@ def _name_sharded_classes(plugin: FullyShardedDataParallelPlugin, model: nn.Modu
     there = {type(module).__name__ for module in model.modules()}
     wanted = names if names is not None else list(getattr(model, "_no_split_modules", None) or ())
     plain = [name.removeprefix(SHARDED) for name in wanted]
-    plugin.transformer_cls_names_to_wrap = [
-        SHARDED + name if SHARDED + name in there else name for name in plain
-    ]
+    classes = [SHARDED + name if SHARDED + name in there else name for name in plain]
+    # A part of a composite model names classes of the other parts, too; what a user names has to be there.
+    plugin.transformer_cls_names_to_wrap = [name for name in classes if names is not None or name in there]
 
 
 def _prepare_backend(
