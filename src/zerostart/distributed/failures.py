@@ -28,31 +28,33 @@ _AGREED = "_zerostart_agreed"
 _clock = itertools.count()
 
 
-def report_of(failure: BaseException) -> bytes:
+def pickle_error(failure: BaseException) -> bytes:
     """Pickle an error for other ranks; an interrupt becomes a PeerError.
 
     An error that cannot be pickled becomes one of zerostart's classes with the same text.
     """
     text = _text(failure)
     if isinstance(failure, ZerostartError):
-        sent = failure
+        result = failure
     elif isinstance(failure, Exception):
-        sent = ZerostartError(f"{type(failure).__name__}: {text}")
+        result = ZerostartError(f"{type(failure).__name__}: {text}")
     else:
         name = type(failure).__name__ + (f": {text}" if text else "")
-        sent = PeerError(f"stopped by {name}; the operation in progress is incomplete: start all ranks again")
+        result = PeerError(
+            f"stopped by {name}; the operation in progress is incomplete: start all ranks again"
+        )
     try:
         # Unpickle it too: an error whose __init__ takes other arguments can be pickled, but not unpickled.
-        data = pickle.dumps(sent)
+        data = pickle.dumps(result)
         pickle.loads(data)
     except Exception:  # a class of other code, with arguments that cannot be pickled
-        ours = (kind for kind in type(sent).__mro__ if kind.__module__ == errors.__name__)
+        ours = (kind for kind in type(result).__mro__ if kind.__module__ == errors.__name__)
         data = pickle.dumps(next(ours, ZerostartError)(text))
     return data
 
 
-def restored(report: bytes, rank: int | None) -> ZerostartError:
-    """Unpickle an error of ``report_of``; add ``rank`` to its text unless None."""
+def restore_error(report: bytes, rank: int | None) -> ZerostartError:
+    """Unpickle an error of ``pickle_error``; add ``rank`` to its text unless None."""
     error: ZerostartError = pickle.loads(report)
     if rank is not None:
         # Change `args` instead of making a new error, to keep its class and attributes.
@@ -61,7 +63,7 @@ def restored(report: bytes, rank: int | None) -> ZerostartError:
 
 
 def now() -> int:
-    """Return the next logical time of this process, for ``agreed_since``."""
+    """Return the next logical time of this process, for ``find_agreed``."""
     return next(_clock)
 
 
@@ -70,25 +72,25 @@ def mark_agreed(error: BaseException) -> None:
     error.__dict__[_AGREED] = now()
 
 
-def beyond_telling(error: PeerError) -> PeerError:
+def mark_lost(error: PeerError) -> PeerError:
     """Mark and return the error of a lost rank, which all ranks detect."""
     mark_agreed(error)
     return error
 
 
-def agreed_since(error: BaseException, moment: int) -> BaseException | None:
+def find_agreed(error: BaseException, moment: int) -> BaseException | None:
     """Return the error marked after ``moment`` among ``error`` and its causes, or None."""
-    seen: set[int] = set()
+    visited: set[int] = set()
     pending: list[BaseException | None] = [error]
     while pending:
         # Causes and contexts form a graph that may have cycles.
-        found = pending.pop(0)
-        if found is None or id(found) in seen:
+        current = pending.pop(0)
+        if current is None or id(current) in visited:
             continue
-        seen.add(id(found))
-        if found.__dict__.get(_AGREED, -1) > moment:
-            return found
-        pending += [found.__cause__, found.__context__]
+        visited.add(id(current))
+        if current.__dict__.get(_AGREED, -1) > moment:
+            return current
+        pending += [current.__cause__, current.__context__]
     return None
 
 
@@ -150,7 +152,7 @@ _AGAIN = "The operation in progress is incomplete: start all ranks again"
 def await_ranks(
     store: Any, keys: Sequence[str], seconds: float, is_elsewhere: Callable[[], bool] = lambda: False
 ) -> list[int]:
-    """Wait up to ``seconds`` for each rank to set its key; return the missing ranks.
+    """Wait up to ``seconds`` for all keys; return the ranks whose key is missing.
 
     Returns early if ``is_elsewhere`` says that a missing rank is in another call. Raises PeerError if the
     store does not answer.
@@ -163,14 +165,14 @@ def await_ranks(
             time.sleep(pause)
             pause = min(2 * pause, LOOK_SECONDS / 4)
     except RuntimeError as error:
-        raise beyond_telling(
+        raise mark_lost(
             PeerError(f"the store of the process group does not answer: {error}. {_AGAIN}")
         ) from error
     return []
 
 
 def name_ranks(store: Any, ranks: Sequence[int]) -> str:
-    """Format up to eight ranks, each with its host: ``ranks 1 (on a) and 2 (on b)``."""
+    """Return the numbers and hosts of up to eight ranks as text."""
     shown = []
     for rank in ranks[:8]:
         key = f"host/{rank}"
@@ -206,12 +208,12 @@ class Attendance:
             own = self._describe_timeout(missing, call)
             text = self._store.compare_set(f"{place}/lost", "", own).decode()
             self._leave(place)
-            raise beyond_telling(PeerError(text))
+            raise mark_lost(PeerError(text))
 
-    def wait(self, work: dist.Work, call: str, lost: Callable[[str], str]) -> None:
+    def wait(self, work: dist.Work, call: str, explain_loss: Callable[[str], str]) -> None:
         """Wait for a collective; raise PeerError if it fails.
 
-        ``lost`` makes the error text from the names of the missing ranks. All waiting ranks raise one text.
+        ``explain_loss`` makes the error text from the names of the missing ranks. All ranks raise one text.
         """
         place, started, is_recorded = self._next_key(), time.monotonic(), False
         while True:
@@ -224,16 +226,18 @@ class Attendance:
             except RuntimeError as error:
                 failure, text = error, ""
             read_failure = functools.partial(self._read_failure, place, not is_recorded)
-            report = functools.partial(self._report, place, call, time.monotonic() - started, failure, lost)
+            report = functools.partial(
+                self._report, place, call, time.monotonic() - started, failure, explain_loss
+            )
             is_recorded = True
             try:
                 text = self._query_store(read_failure)
                 if has_ended and not text:
                     text = self._query_store(report)
             except RuntimeError:  # the host of the store died: the collective will fail by itself
-                text = lost("") if has_ended else ""
+                text = explain_loss("") if has_ended else ""
             if text:
-                raise beyond_telling(PeerError(text)) from failure
+                raise mark_lost(PeerError(text)) from failure
 
     def _read_failure(self, place: str, is_first: bool) -> str:
         """Read the error text of a failed collective; empty if it has not failed."""
@@ -247,7 +251,12 @@ class Attendance:
         return str(self._store.get(key).decode())
 
     def _report(
-        self, place: str, call: str, seconds: float, failure: RuntimeError, lost: Callable[[str], str]
+        self,
+        place: str,
+        call: str,
+        seconds: float,
+        failure: RuntimeError,
+        explain_loss: Callable[[str], str],
     ) -> str:
         if seconds < self._seconds:
             time.sleep(1.5 * LOOK_SECONDS)  # by then each waiting rank has noted its arrival
@@ -256,7 +265,7 @@ class Attendance:
         if missing and seconds > 0.9 * self._seconds:
             text = self._describe_timeout(missing, call)
         else:
-            text = lost(f"not there: {name_ranks(self._store, missing)}" if missing else "")
+            text = explain_loss(f"not there: {name_ranks(self._store, missing)}" if missing else "")
         text = self._store.compare_set(f"{place}/lost", "", f"{text}{explain(failure)}").decode()
         self._leave(place)
         return str(text)

@@ -1,4 +1,4 @@
-"""What this process may use of its machine: processors and memory, by affinity, NUMA and control groups."""
+"""Processors and memory that this process may use, within its affinity and control groups."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path("/")
-#: More memory than there is: what is available where nothing says how much.
+#: Available memory if the system does not report it, in bytes.
 UNKNOWN = 1 << 62
 
 
 def local_ranks() -> int:
-    """Ranks on this machine, as launchers tell in ``LOCAL_WORLD_SIZE``; 1 without it."""
-    told = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return max(1, int(told)) if told.isdecimal() else 1
+    """Return the number of ranks on this machine, by ``LOCAL_WORLD_SIZE``; 1 without it."""
+    size = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(1, int(size)) if size.isdecimal() else 1
 
 
 def machine_name(root: Path = ROOT) -> str:
-    """What ranks of one machine have in common, in containers too: the identity of its running kernel."""
+    """Return the identity of the running kernel, shared by containers."""
     return _text(root / "proc/sys/kernel/random/boot_id") or platform.node()
 
 
-def files_view(root: Path = ROOT) -> str:
-    """What processes have in common to which a path is the same file: the machine, and what is mounted."""
+def describe_mounts(root: Path = ROOT) -> str:
+    """Return the identity of the machine and its mounted file systems."""
     try:
         mounts = str((root / "proc/self/ns/mnt").readlink())
     except OSError:
@@ -34,13 +34,13 @@ def files_view(root: Path = ROOT) -> str:
 
 
 def cores(root: Path = ROOT) -> float:
-    """Processors that this process may run on: its affinity, within its control groups' quota."""
+    """Return the number of usable processors: the affinity, within the control groups' quotas."""
     own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min([float(own), *_quotas(root)])
 
 
 def available_memory(root: Path = ROOT) -> int:
-    """Bytes that this process may still take, of the machine and of its control groups."""
+    """Return the free memory of the machine and the control groups, in bytes."""
     meminfo = dict(line.split(":", 1) for line in _text(root / "proc/meminfo").splitlines() if ":" in line)
     free = [int(meminfo["MemAvailable"].split()[0]) * 1024] if "MemAvailable" in meminfo else []
     return min([*free, *_memory_left(root)], default=UNKNOWN)

@@ -1,9 +1,8 @@
-"""The ranks of a load, and their agreement on success.
+"""Give all ranks of a process group the same error.
 
-Wherever ranks meet, each first says whether it has failed. A rank that fails inside a ``phase`` tells its
-error at the end of it; the others learn of it in the collective that they are in by then, and all raise it.
-Collectives of other libraries know nothing of this: they are made inside ``collectives``, before which the
-ranks meet, and with nothing in it that one rank could fail at by itself.
+Each message between ranks begins with their failures. A rank that fails inside a ``phase`` sends its error at
+the end of the phase. The other ranks receive it in their next collective, and all raise it. Collectives of
+other libraries do not send errors: call them inside ``collectives``, with nothing that may fail on one rank.
 """
 
 from __future__ import annotations
@@ -28,20 +27,20 @@ import torch.distributed as dist
 from zerostart.distributed.failures import (
     Attendance,
     DeferredSignals,
-    agreed_since,
-    beyond_telling,
     explain,
+    find_agreed,
     mark_agreed,
+    mark_lost,
     now,
-    report_of,
-    restored,
+    pickle_error,
+    restore_error,
 )
 from zerostart.errors import ConfigError, PeerError
 from zerostart.upstream.torch.process_group import (
-    made_groups,
+    list_groups,
     messages_group,
     patience,
-    same_patience,
+    share_timeout,
     store_of,
 )
 
@@ -49,7 +48,7 @@ T = TypeVar("T")
 
 
 def default_device() -> torch.device:
-    """This rank's accelerator, else the CPU."""
+    """Return this rank's accelerator, or the CPU."""
     if torch.accelerator.is_available():
         kind = torch.accelerator.current_accelerator()
         assert kind is not None, "an available accelerator has a type"
@@ -59,8 +58,8 @@ def default_device() -> torch.device:
 
 def _own_index(kind: torch.device) -> int:
     # Asking for the current device initialises the accelerator: ask only where that has happened.
-    begun = getattr(torch.get_device_module(kind), "is_initialized", None)
-    current = torch.accelerator.current_device_index() if begun is None or begun() else 0
+    is_initialized = getattr(torch.get_device_module(kind), "is_initialized", None)
+    current = torch.accelerator.current_device_index() if is_initialized is None or is_initialized() else 0
     group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     bound = getattr(group, "bound_device_id", None)  # init_process_group(device_id=...)
     if not current and bound is not None and bound.type == kind.type and bound.index is not None:
@@ -68,7 +67,7 @@ def _own_index(kind: torch.device) -> int:
     rank = os.environ.get("LOCAL_RANK")
     if current or not rank:
         return current
-    # As accelerate numbers them: a launcher may show each rank one device alone.
+    # A launcher may show each rank only one device; accelerate numbers devices in the same way.
     return int(rank) % max(1, torch.accelerator.device_count())
 
 
@@ -94,14 +93,14 @@ def backend_of(device: torch.device) -> str:
 
 
 def current_world() -> World:
-    """The initialised process group's world; a group of one where there is none."""
+    """Return the world of the process group; a world of one without a group."""
     if not dist.is_available() or not dist.is_initialized():
         return World(0, 1, None)
     return World(dist.get_rank(), dist.get_world_size(), _control_group())
 
 
 def joined_world(device: torch.device | None = None) -> World:
-    """Make this rank's ``device`` current and return the world; a process alone gets a group of one."""
+    """Make ``device`` current and return the world; create a missing group of one."""
     make_device_current(device)
     if not dist.is_initialized():
         launched = int(os.environ.get("WORLD_SIZE", "1") or 1)
@@ -115,27 +114,26 @@ def joined_world(device: torch.device | None = None) -> World:
     return current_world()
 
 
-#: By default process group that is not gloo's: the group over which the ranks' messages go.
+#: Default process groups that do not use gloo, each with its gloo group for messages.
 _control: weakref.WeakKeyDictionary[Any, object] = weakref.WeakKeyDictionary()
-#: By group over which messages go: who has come to a call.
+#: Arrival records of the groups for messages.
 _attendances: weakref.WeakKeyDictionary[object, Attendance | None] = weakref.WeakKeyDictionary()
 
 
 def _control_group() -> object:
     default = dist.group.WORLD
     if "gloo" in str(dist.get_backend(default)):
-        # Made when a rank first asks, without meeting the others.
         if default not in _attendances:
             _attendances[default] = _make_attendance("calls")
         return default
     if default not in _control:
-        _control[default] = group_beside()
+        _control[default] = make_message_group()
     return _control[default]
 
 
-def group_beside() -> object:
-    """Make another group of all ranks for messages; collective."""
-    attendance = _make_attendance("beside")
+def make_message_group() -> object:
+    """Create another group of all ranks for messages; collective."""
+    attendance = _make_attendance("messages")
     if attendance is not None:
         attendance.gather(_call("making a process group"))
     try:
@@ -147,7 +145,7 @@ def group_beside() -> object:
 
 
 def _make_attendance(name: str) -> Attendance | None:
-    """None for one rank, and for a pretended group, whose store cannot count: nobody is named there."""
+    # None for one rank, and for a fake group, whose store cannot count.
     size = dist.get_world_size()
     if size == 1:
         return None
@@ -157,7 +155,7 @@ def _make_attendance(name: str) -> Attendance | None:
         return None
 
 
-#: The names of the phases that this thread is in, outermost first.
+#: Names of this thread's open phases, outermost first.
 _phases: ContextVar[tuple[str, ...]] = ContextVar("_phases", default=())
 
 
@@ -166,87 +164,86 @@ def _call(during: str) -> str:
     return f"'{during}' ({outer[0]})" if outer and outer[0] != during else f"'{during}'"
 
 
-#: Seconds between two meetings of ranks that wait for long work of one.
+#: Interval between two messages while ranks wait for slow work of rank 0, in seconds.
 _MEETING_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
 class World:
-    """Rank, size, and the group over which small messages go (None for a single process)."""
+    """Rank, size, and the process group for messages; None for a single process."""
 
     rank: int
     size: int
     group: Any
 
-    # Every method below is collective: all ranks of the group call it, in the same order, with the same
-    # `during`.
+    # All methods are collective: all ranks call them in one order, with the same `during`.
     def all_gather_object(self, value: T, during: str) -> list[T]:
         """Return ``value`` of every rank, in rank order.
 
-        This and the other methods raise PeerError if a rank has died or does not answer, ConfigError if the
-        ranks do not do the same, and what another rank has failed with.
+        All methods raise PeerError if a rank has died or does not answer, ConfigError if the ranks make
+        different calls, and the error of a rank that has failed.
         """
         if self.size == 1:
             return [value]
-        data, failure = _pickled(value)
-        # No bodies: all ranks have the same bytes, as the first message has told each.
+        data, failure = _pickle(value)
+        # No bodies: all ranks have the same bytes.
         gathered = self._meet(during, failure, data, gather=True).bodies or [data] * self.size
-        # The own value is handed back itself: a copy of it would be another object than the caller's.
+        # Return the own value itself, not a copy.
         return [value if rank == self.rank else pickle.loads(d) for rank, d in enumerate(gathered)]
 
     def broadcast_object(self, make: Callable[[], T], during: str, source: int = 0) -> T:
-        """Return what ``make`` gives on rank ``source``, or raise its error, on every rank."""
-        made, data = None, b""
+        """Return the result of ``make()`` on rank ``source``, or raise its error."""
+        result, data = None, b""
         failure: BaseException | None = None
         if self.rank == source:
             try:
-                made = make()
-                data, failure = _pickled(made) if self.size > 1 else (b"", None)
+                result = make()
+                data, failure = _pickle(result) if self.size > 1 else (b"", None)
             except BaseException as error:
                 failure = error
         with DeferredSignals() as signals:
             head = self._meet(during, failure, data)
             if self.size > 1:
-                # Only the source has data, so that the longest of all is the length of its.
-                sent = _room(head.longest, data)
-                self._transfer(during, dist.broadcast, sent, src=source)
-                made = made if self.rank == source else pickle.loads(sent.numpy().data)
+                # Only the source has data: the longest data is its own.
+                buffer = _make_buffer(head.longest, data)
+                self._transfer(during, dist.broadcast, buffer, src=source)
+                result = result if self.rank == source else pickle.loads(buffer.numpy().data)
         signals.deliver()
-        value: T = made  # type: ignore[assignment]  # every rank has it now
+        value: T = result  # type: ignore[assignment]  # every rank has it now
         return value
 
     def broadcast_slow(self, make: Callable[[], T], during: str) -> T:
-        """As ``broadcast_object`` from rank 0, for what takes longer than the timeout, in a thread."""
+        """Broadcast a result of rank 0 that may take longer than the timeout."""
         if self.size == 1:
             return self.broadcast_object(make, during)
-        made: Future[T] = Future()
+        result: Future[T] = Future()
 
         def work() -> None:
             try:
-                made.set_result(make())
+                result.set_result(make())
             except BaseException as error:
-                made.set_exception(error)
+                result.set_exception(error)
 
         if self.rank == 0:
-            threading.Thread(target=work, daemon=True).start()  # one that keeps no process from ending
-        while self.broadcast_object(lambda: bool(wait([made], _MEETING_SECONDS).not_done), during):
+            threading.Thread(target=work, daemon=True).start()
+        while self.broadcast_object(lambda: bool(wait([result], _MEETING_SECONDS).not_done), during):
             continue
-        return self.broadcast_object(made.result, during)
+        return self.broadcast_object(result.result, during)
 
     def all_reduce_sum(self, values: torch.Tensor, during: str) -> torch.Tensor:
-        """Return the sum over all ranks of a 1-D CPU tensor of integers, of one length on all."""
+        """Sum a 1-D CPU tensor of integers over all ranks."""
         total = values.clone()
         with DeferredSignals() as signals:
-            # Tensors of unlike lengths would be added up wrongly, or wait for ever.
+            # Tensors of different lengths would give wrong sums, or hang.
             if lengths := self._meet(during, None, b"%d" % values.numel(), gather=True).bodies:
-                raise _diverged([f"{length.decode()} numbers of '{during}'" for length in lengths])
+                raise _divergence([f"{length.decode()} numbers of '{during}'" for length in lengths])
             if self.size > 1 and total.numel():
                 self._transfer(during, dist.all_reduce, total)
         signals.deliver()
         return total
 
     def exchange(self, messages: Sequence[torch.Tensor], during: str) -> list[torch.Tensor]:
-        """Send each rank its own 1-D CPU tensor of bytes; return those of every rank for this one."""
+        """Send each rank its 1-D CPU tensor of bytes; return the received ones."""
         if self.size == 1:
             self._meet(during, None)
             return list(messages)
@@ -256,51 +253,49 @@ class World:
             theirs = torch.empty_like(sizes)
             self._transfer(during, dist.all_to_all_single, theirs, sizes)
             incoming, outgoing = theirs.tolist(), sizes.tolist()
-            sent = torch.cat(list(messages))
-            received = torch.empty(sum(incoming), dtype=torch.uint8, device="cpu")
-            self._transfer(during, dist.all_to_all_single, received, sent, incoming, outgoing)
+            outbox = torch.cat(list(messages))
+            inbox = torch.empty(sum(incoming), dtype=torch.uint8, device="cpu")
+            self._transfer(during, dist.all_to_all_single, inbox, outbox, incoming, outgoing)
         signals.deliver()
-        return list(torch.split(received, incoming))
+        return list(torch.split(inbox, incoming))
 
     def raise_together(self, failure: BaseException | None, during: str) -> None:
-        """Raise the first failing rank's error on every rank, with the same type and text."""
+        """Raise the error of the first failed rank on every rank."""
         self._meet(during, failure)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Run a body on every rank; if it fails on one, the same error is raised on all, soon.
+        """Run a body on every rank, and raise the error of one rank on all.
 
-        Phases may be nested. An interrupt stays what it is on its own rank, and is a PeerError on the others.
+        Phases may be nested. An interrupt is a PeerError on the other ranks.
         """
-        # An error that all ranks agreed on since this phase began has been raised on every rank, and is not
-        # told a second time: nobody would listen.
-        begun = now()
+        # Do not send an error again that every rank has raised since this phase began.
+        start = now()
         failure: BaseException | None = None
         outer = _phases.get()
         _phases.set((*outer, name))
         try:
             yield
-        # It comes when a generator is closed, at a moment that the other ranks do not share.
+        # A generator is closed at another time on each rank.
         except GeneratorExit:
             raise
         except BaseException as error:
-            agreed = agreed_since(error, begun)
+            agreed = find_agreed(error, start)
             if agreed is error:
                 raise
-            if agreed is not None:  # wrapped on the way, which the rank that failed knows nothing of
+            if agreed is not None:  # The rank that failed does not know the wrapper.
                 raise agreed from None
             failure = error
         finally:
             _phases.set(outer)
-        # Outside of `finally`, and after the phase is left: the meeting's own place is the one around it.
         self.raise_together(failure, name)
 
     @contextlib.contextmanager
     def collectives(self, during: str, prepare: Callable[[], object] = lambda: None) -> Iterator[Any]:
-        """Make collective calls of other libraries inside, and nothing else that may fail.
+        """Call collectives of other libraries inside, and nothing else that may fail.
 
-        What may fail is in ``prepare``, whose result is given. What fails inside all the same (memory that
-        runs out) is raised at once; the others raise PeerError when this process ends.
+        Do what may fail in ``prepare``; its result is yielded. An error inside is raised at once, and the
+        other ranks raise PeerError when this process ends.
         """
         prepared = None
         failure: BaseException | None = None
@@ -309,84 +304,78 @@ class World:
         except BaseException as error:
             failure = error
         with DeferredSignals() as signals:
-            # The ranks meet with the result of `prepare` in hand: from here on nothing may fail on one rank
-            # alone.
             self.raise_together(failure, during)
-            begun, groups = now(), made_groups()
+            start, groups = now(), list_groups()
             try:
                 yield prepared
             except BaseException as error:
                 if isinstance(error, RuntimeError) and is_lost(error):
-                    raise self._lost(during) from error
-                if self.size > 1 and agreed_since(error, begun) is None:
-                    # Marked as agreed, for a phase around it would wait for ranks that wait in the library's
-                    # own call.
-                    self._raise(error, report_of(error), None)  # by itself: nobody can be met
+                    raise self._lose_rank(during) from error
+                if self.size > 1 and find_agreed(error, start) is None:
+                    # Mark it as agreed: the other ranks wait in the library's call, not for a phase.
+                    self._raise(error, pickle_error(error), None)
                 raise
-            # Groups that the library has made inside wait as long as the default group does: torch gives them
-            # a time-out of its own.
-            same_patience(groups)
+            # torch gives new groups another timeout than the default group's.
+            share_timeout(groups)
         signals.deliver()
 
     def _meet(
         self, during: str, failure: BaseException | None, data: bytes = b"", gather: bool = False
     ) -> _Head:
-        """Send one short message: whether any rank has failed, is elsewhere, or has other ``data``.
+        """Compare all ranks in one short message; raise the error of a failed rank.
 
-        With ``gather`` a second one has the data of all ranks where they differ.
+        With ``gather``, the result has the data of all ranks if they differ.
         """
         if self.size == 1:
             if failure is not None:
-                self._raise(failure, report_of(failure), None)
+                self._raise(failure, pickle_error(failure), None)
             return _Head(len(data), [])
-        report, place = b"" if failure is None else report_of(failure), during.encode()
+        report, place = b"" if failure is None else pickle_error(failure), during.encode()
         with DeferredSignals() as signals:
-            # All is asked by one MAX: the lengths for the buffers of what follows; a hash and its negative,
-            # whose maxima cancel if and only if all hashes are equal.
-            own = [len(data), len(place), len(report), *_both_ways(place), *_both_ways(data)]
-            # Of the ranks that have failed the first, and whether any has not.
-            # Of negative ranks the largest is that of the lowest rank; -size stands for "has not failed".
-            own += [-self.size, 1] if failure is None else [-self.rank, 0]
-            most = torch.tensor(own, device="cpu")
-            self._transfer(during, dist.all_reduce, most, dist.ReduceOp.MAX)
-            longest, place_length, length, *numbers, first, others = most.tolist()
+            # One MAX gives the buffer lengths. The maxima of a hash and its negative cancel only if all
+            # hashes are equal.
+            values = [len(data), len(place), len(report), *_signed_hashes(place), *_signed_hashes(data)]
+            # The largest negative rank is the first failed rank; -size means "has not failed".
+            values += [-self.size, 1] if failure is None else [-self.rank, 0]
+            maxima = torch.tensor(values, device="cpu")
+            self._transfer(during, dist.all_reduce, maxima, dist.ReduceOp.MAX)
+            longest, place_length, length, *numbers, first, has_others = maxima.tolist()
             astray, unlike = numbers[0] != -numbers[1], numbers[2] != -numbers[3]
             failed, bodies = first > -self.size, []
             if failed:
-                # All ranks take the same branch, since all have the same maxima: each is one collective for
-                # all of them. `length` is the longest report of any rank, and the bytes after a shorter one
-                # are zeros, which pickle leaves alone.
-                told = _room(length, report if self.rank == -first else b"")
-                self._transfer(during, dist.broadcast, told, src=-first)
+                # All ranks have the same maxima and take the same branch. `length` is the longest report of
+                # any rank; pickle ignores the zeros after a shorter one.
+                buffer = _make_buffer(length, report if self.rank == -first else b"")
+                self._transfer(during, dist.broadcast, buffer, src=-first)
             elif astray:
-                bodies = self._bodies(during, place, place_length)
+                bodies = self._gather_bodies(during, place, place_length)
             elif gather and unlike:
-                bodies = self._bodies(during, data, longest)
+                bodies = self._gather_bodies(during, data, longest)
         try:
             signals.deliver()
         except BaseException as interrupt:
-            if failed or astray:  # the others raise, and wait for nothing more
+            if failed or astray:  # the other ranks raise too
                 mark_agreed(interrupt)
             raise
         if failed:
-            self._raise(failure, told.numpy().tobytes(), -first if others else None)
+            self._raise(failure, buffer.numpy().tobytes(), -first if has_others else None)
         if astray:
-            raise _diverged([f"'{body.decode()}'" for body in bodies])
+            raise _divergence([f"'{body.decode()}'" for body in bodies])
         return _Head(longest, bodies)
 
     def _raise(self, failure: BaseException | None, report: bytes, rank: int | None) -> NoReturn:
         if failure is not None and not isinstance(failure, Exception):
             mark_agreed(failure)
             raise failure
-        error = restored(report, rank)
+        error = restore_error(report, rank)
         mark_agreed(error)
-        # The own failure stays the cause, for this rank's log; the error itself is the same on all ranks.
+        # The cause is for this rank's log.
         raise error from failure
 
-    def _bodies(self, during: str, message: bytes, longest: int) -> list[bytes]:
-        # all_gather wants rows of one length: each begins with how much of it is meant.
+    def _gather_bodies(self, during: str, message: bytes, longest: int) -> list[bytes]:
+        # all_gather needs rows of one length: each begins with the length of its message.
         sized = len(message).to_bytes(8, "little") + message
-        own = _room(8 + longest, sized)
+        own = _make_buffer(8 + longest, sized)
         rows = own.new_empty(self.size, own.numel())
         self._transfer(during, dist.all_gather, list(rows), own)
         return [row[8:][: int.from_bytes(row[:8].tobytes(), "little")].tobytes() for row in rows.numpy()]
@@ -394,7 +383,6 @@ class World:
     def _transfer(
         self, during: str, collective: Callable[..., Any], *arguments: object, **options: object
     ) -> None:
-        """One collective of torch's, over this world's group."""
         at = _call(during)
         try:
             work = collective(*arguments, group=self.group, async_op=True, **options)
@@ -402,56 +390,55 @@ class World:
             if attendance is None:
                 work.wait()
             else:
-                attendance.wait(work, at, lambda who: str(self._lost_at(at, who)))
+                attendance.wait(work, at, lambda names: str(self._dead_rank_error(at, names)))
         except PeerError:
             raise
         except RuntimeError as error:
-            raise self._lost(during) from error
+            raise self._lose_rank(during) from error
 
-    def _lost(self, during: str) -> PeerError:
-        return beyond_telling(self._lost_at(_call(during), ""))
+    def _lose_rank(self, during: str) -> PeerError:
+        return mark_lost(self._dead_rank_error(_call(during), ""))
 
-    def _lost_at(self, call: str, who: str) -> PeerError:
+    def _dead_rank_error(self, call: str, names: str) -> PeerError:
         return PeerError(
-            f"a rank died or stopped answering during {call}{(f' ({who})' if who else '')} in the "
+            f"a rank died or stopped answering during {call}{(f' ({names})' if names else '')} in the "
             f"process group of {self.size} ranks; that rank's own output, or the system log if memory "
             "ran out, says why. The operation in progress is incomplete: start all ranks again"
         )
 
 
 class _Head(NamedTuple):
-    #: Bytes of the longest data.
+    #: Size of the longest data, in bytes.
     longest: int
     #: Data of every rank; empty if all are equal or nothing was gathered.
     bodies: list[bytes]
 
 
-def _both_ways(data: bytes) -> tuple[int, int]:
+def _signed_hashes(data: bytes) -> tuple[int, int]:
     number = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 1
     return number, -number
 
 
 def is_lost(error: RuntimeError) -> bool:
-    """Whether a collective raises it where another rank has gone; gloo has no exception of its own."""
+    """Return True for the error of a collective that lost a rank."""
     return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 
-def _room(length: int, data: bytes) -> torch.Tensor:
-    room = torch.zeros(length, dtype=torch.uint8, device="cpu")
+def _make_buffer(length: int, data: bytes) -> torch.Tensor:
+    buffer = torch.zeros(length, dtype=torch.uint8, device="cpu")
     if data:
-        room[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    return room
+        buffer[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return buffer
 
 
-def _pickled(value: object) -> tuple[bytes, Exception | None]:
-    """``value`` as bytes, or why it has none."""
+def _pickle(value: object) -> tuple[bytes, Exception | None]:
     try:
         return pickle.dumps(value), None
     except Exception as error:
         return b"", error
 
 
-def _diverged(places: Sequence[str]) -> ConfigError:
+def _divergence(places: Sequence[str]) -> ConfigError:
     first = next(rank for rank, place in enumerate(places) if place != places[0])
     error = ConfigError(
         f"the ranks do not do the same: rank 0 is at {places[0]} and rank {first} at {places[first]}; call "
@@ -461,6 +448,6 @@ def _diverged(places: Sequence[str]) -> ConfigError:
     return error
 
 
-# A thread of gloo's releases a message a moment after the wait for it has ended. If Python ends then, the
-# thread takes the process along (SIGABRT): one of six scripts that end with a collective, with torch 2.13.
+# gloo's thread releases a message shortly after the wait for it. If Python ends before, the process aborts:
+# one of six scripts that end with a collective, with torch 2.13.
 atexit.register(time.sleep, 0.05)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from zerostart import engines
-from zerostart.distributed.failures import report_of, restored
+from zerostart.distributed.failures import pickle_error, restore_error
 from zerostart.distributed.world import current_world
 from zerostart.errors import ConfigError, ZerostartError
 from zerostart.integrations.engine_setup import EngineSetup
@@ -89,7 +89,7 @@ class InterceptedLoad:
         except ZerostartError as agreed:
             # Where all ranks failed alike, the caller gets the library's own error.
             own = agreed.__cause__
-            if isinstance(own, Exception) and str(agreed) == str(restored(report_of(own), None)):
+            if isinstance(own, Exception) and str(agreed) == str(restore_error(pickle_error(own), None)):
                 raise own from own.__cause__
             raise
 

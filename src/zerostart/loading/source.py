@@ -22,7 +22,7 @@ from zerostart.checkpoint.source import (
     seen_here,
 )
 from zerostart.checkpoint.storage import LocalFiles
-from zerostart.distributed.machine import files_view
+from zerostart.distributed.machine import describe_mounts
 from zerostart.distributed.world import World
 from zerostart.errors import ConfigError, ReadError
 
@@ -48,9 +48,9 @@ def open_optional_source(
     machines differ.
     """
     if isinstance(source, Catalog):
-        views = world.all_gather_object(files_view(), "arguments")
+        views = world.all_gather_object(describe_mounts(), "arguments")
         return _as_seen_here(source, views, world)
-    arguments = world.all_gather_object((_kind(source), files_view()), "arguments")
+    arguments = world.all_gather_object((_kind(source), describe_mounts()), "arguments")
     kinds = [kind for kind, _ in arguments]
     if set(kinds) == {"None"}:
         return None

@@ -144,10 +144,10 @@ def misfit(uses: Iterable[Use]) -> str:
     if not errors:
         _warn_of_newer_releases()
         return ""
-    known = " and ".join(f"{library.name} {library.range}" for library in libraries)
+    versions = " and ".join(f"{library.name} {library.range}" for library in libraries)
     requirements = " ".join(f"'{library.name}{library.specifier}'" for library in libraries)
     running = " and ".join(f"{library.name} {library.running()}" for library in libraries)
-    return f"{'; '.join(errors)}. This is {running}; zerostart knows {known}: pip install {requirements}"
+    return f"{'; '.join(errors)}. This is {running}; zerostart knows {versions}: pip install {requirements}"
 
 
 def demand(uses: Iterable[Use], remedy: str = "") -> None:
@@ -200,9 +200,9 @@ def declared_uses() -> Iterator[Use]:
     """Import all modules of ``zerostart.upstream`` and yield their uses, by library."""
     import zerostart.upstream
 
-    found: dict[Use, None] = {}
+    uses: dict[Use, None] = {}
     for file in pkgutil.walk_packages(zerostart.upstream.__path__, "zerostart.upstream."):
         for value in vars(importlib.import_module(file.name)).values():
             values = value if isinstance(value, tuple) else (value,)
-            found |= {use: None for use in values if isinstance(use, Use)}
-    yield from sorted(found, key=lambda use: LIBRARIES.index(use.library))
+            uses |= {use: None for use in values if isinstance(use, Use)}
+    yield from sorted(uses, key=lambda use: LIBRARIES.index(use.library))

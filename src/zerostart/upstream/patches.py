@@ -1,4 +1,4 @@
-"""Replace names of other libraries for a time: for a block, or while an object lives."""
+"""Replace names of other libraries inside a block, or while an object lives."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _Layer:
         self.before = before
 
 
-#: By the identity of an owner, which lives as long, and a name: what is in its place, the last one on top.
+#: Replacements of each (id of the owner, name), the last one on top.
 _layers: dict[tuple[int, str], list[_Layer]] = {}
 
 
@@ -44,8 +44,8 @@ def active() -> list[str]:
 
 @contextlib.contextmanager
 def replaced(owner: object, name: str, new: object) -> Iterator[None]:
-    """Inside, ``owner.name`` is ``new``; what somebody else has put over it by the end stays."""
-    # Only what the owner itself has: what it inherits is found again when ours is deleted.
+    """Set ``owner.name`` to ``new`` inside; later replacements of other code remain."""
+    # An inherited attribute is found again when ours is deleted.
     layer = _Layer(owner, vars(owner).get(name, _ABSENT))
     with _lock:
         setattr(owner, name, new)
@@ -89,48 +89,48 @@ def wrap(stack: ExitStack, owner: Any, name: str, replacement: Function, everywh
 
     With ``everywhere``, modules that imported the function are served too.
     """
-    found = inspect.getattr_static(owner, name)
-    original = getattr(found, "__func__", found)
+    stored = inspect.getattr_static(owner, name)
+    original = getattr(stored, "__func__", stored)
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         return replacement(original, *args, **kwargs)
 
-    new: Any = type(found)(call) if isinstance(found, classmethod | staticmethod) else call
-    stack.enter_context(replaced_everywhere(name, found, new) if everywhere else replaced(owner, name, new))
+    new: Any = type(stored)(call) if isinstance(stored, classmethod | staticmethod) else call
+    stack.enter_context(replaced_everywhere(name, stored, new) if everywhere else replaced(owner, name, new))
 
 
 class Ticket:
-    """Keeps replacements in place while it is referred to; copies refer to the same one, pickles to none."""
+    """Keeps replacements while something refers to it; copies are the same object."""
 
     def __deepcopy__(self, memo: object) -> Ticket:
         return self
 
     def __reduce__(self) -> tuple[object, ...]:
-        # A pickle of a mark is loaded where nothing is replaced: it is to hold nothing there.
+        # Nothing is replaced in the process that unpickles it.
         return type(None), ()
 
 
 class RefCountedPatches:
-    """Replacements that ``enter(stack)`` makes, in place while one of those that asked for them lives."""
+    """Replacements made by ``enter(stack)``, active while one of their holders lives."""
 
     def __init__(self, enter: Callable[[ExitStack], None]) -> None:
         self._enter_on = enter
         self._stack: ExitStack | None = None
         self._count = 0
         self._ticket: weakref.ref[Ticket] | None = None
-        #: What has asked for them by ``hold``, and lives.
+        #: Living objects that called ``hold``.
         self.holders: weakref.WeakSet[Any] = weakref.WeakSet()
 
     @property
     def is_open(self) -> bool:
-        """Whether they are in place."""
+        """True if the replacements are active."""
         return self._stack is not None
 
     def open(self) -> None:
-        """Put them in place, or keep them there, until ``close`` is called as often."""
+        """Activate the replacements until ``close`` is called as often."""
         with _lock:
-            self._count += 1  # First: the end of another holder may be noticed at any time.
+            self._count += 1  # First: another holder may end at any time.
             if self._stack is not None:
                 return
             try:
@@ -150,24 +150,24 @@ class RefCountedPatches:
                 stack.close()
 
     def hold(self, holder: object) -> None:
-        """Keep them in place while ``holder`` lives."""
+        """Keep the replacements active while ``holder`` lives."""
         self.open()
         self.holders.add(holder)
         weakref.finalize(holder, self.close).atexit = False
 
     def ticket(self) -> Ticket:
-        """Return what keeps them in place while something refers to it."""
+        """Return an object that keeps the replacements active while it lives."""
         with _lock:
-            found = None if self._ticket is None else self._ticket()
-            if found is None:
-                found = Ticket()
-                self.hold(found)
-                self._ticket = weakref.ref(found)
-            return found
+            ticket = None if self._ticket is None else self._ticket()
+            if ticket is None:
+                ticket = Ticket()
+                self.hold(ticket)
+                self._ticket = weakref.ref(ticket)
+            return ticket
 
 
 def fits(stack: ExitStack, patches: RefCountedPatches, uses: Sequence[Use], remedy: str) -> bool:
-    """Return whether the libraries fit ``uses``, or have the functions of the first refuse held models."""
+    """Return whether the libraries fit; if not, the first use's functions refuse held models."""
     wrong = misfit(uses)
     if wrong:
         _refuse(stack, patches, uses[0], f"{wrong}. {remedy}")
@@ -178,7 +178,7 @@ def _refuse(stack: ExitStack, patches: RefCountedPatches, use: Use, text: str) -
     try:
         owner = resolve(use.owner)
     except (ImportError, AttributeError):
-        return  # and nobody calls it
+        return
     is_module = inspect.ismodule(owner)
 
     def refuse(original: Function, *args: Any, **kwargs: Any) -> object:
@@ -211,7 +211,7 @@ def _models(argument: object) -> Iterator[nn.Module]:
 
 
 def when_imported(name: str, then: Callable[[ModuleType], None]) -> Callable[[], None]:
-    """Call ``then`` with the module ``name``, now or once imported; return what ends the waiting."""
+    """Call ``then(module)``, now or after the import of ``name``; return a function that cancels."""
     if name in sys.modules:
         then(sys.modules[name])
         return _nothing
@@ -221,7 +221,7 @@ def when_imported(name: str, then: Callable[[ModuleType], None]) -> Callable[[],
 
 
 def enter_when_imported(stack: ExitStack, name: str, enter: Callable[[ExitStack, ModuleType], None]) -> None:
-    """Call ``enter(later, module)`` as ``when_imported``; ``later`` and the waiting end with ``stack``."""
+    """Call ``enter(later, module)`` after the import of ``name``; all ends with ``stack``."""
     later = stack.enter_context(ExitStack())
     stack.callback(when_imported(name, functools.partial(enter, later)))
 
@@ -240,7 +240,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     ) -> importlib.machinery.ModuleSpec | None:
         if name != self._name:
             return None
-        self.leave()  # First: the search that follows would come here again.
+        self.leave()  # First: the search below would come here again.
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
             spec.loader = _Loader(spec.loader, self._then)
@@ -257,12 +257,12 @@ class _Loader(importlib.abc.Loader):
         self._then = then
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        made: ModuleType | None = self._loader.create_module(spec)
-        return made
+        module: ModuleType | None = self._loader.create_module(spec)
+        return module
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
-        # The module shows its own loader again, which importlib.resources and reload ask.
+        # importlib.resources and reload need the own loader.
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         self._then(module)

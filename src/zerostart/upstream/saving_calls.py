@@ -1,4 +1,4 @@
-"""The calls by which scripts save and resume: of the libraries of models, PEFT, accelerate and DeepSpeed."""
+"""Functions of other libraries by which scripts save and resume."""
 
 from __future__ import annotations
 
@@ -130,15 +130,14 @@ def _called(use: Use) -> list[tuple[str, str]]:
 def _sender(replacement: Replacement) -> Function:
     def call(original: Function, *args: Any, **kwargs: Any) -> object:
         signature = inspect.signature(original)
-        # The name of ``**kwargs``, whose items become arguments of their own.
-        rest = next((n for n, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD), None)
+        name_of_rest = next((n for n, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD), None)
         try:
             bound = signature.bind(*args, **kwargs)
         except TypeError:
-            return original(*args, **kwargs)  # which says what is wrong with the arguments
+            return original(*args, **kwargs)  # it raises the TypeError
         bound.apply_defaults()
         arguments = dict(bound.arguments)
-        arguments |= arguments.pop(rest, {}) if rest is not None else {}
+        arguments |= arguments.pop(name_of_rest, {}) if name_of_rest is not None else {}
         return replacement(functools.partial(original, *args, **kwargs), **arguments)
 
     return call

@@ -1,4 +1,4 @@
-"""The seam of a library's ``from_pretrained`` at which zerostart builds and fills the model in its place."""
+"""Serve ``from_pretrained`` of other libraries: zerostart builds and fills the model."""
 
 from __future__ import annotations
 
@@ -29,38 +29,39 @@ def _calls() -> list[Any]:
 
 
 class LoadingSeam(RefCountedPatches):
-    """Takes over the loading of one library while it is open.
+    """Serves the loading of one library while it is open.
 
-    ``choose(class, keyword arguments)`` is asked at each call of ``from_pretrained``. None leaves the call to
-    the library, and ``left(model)`` gets its result. Otherwise it returns a call with ``model`` (None until
-    it has its weights), ``arguments`` (for the library), ``setup`` (words for a message), ``building(dtype)``
-    (the dtype and a context to build in) and ``agreeing()`` (a context: one error on all ranks).
+    ``choose(class, keyword arguments)`` is called for each ``from_pretrained``. If it returns None, the
+    library loads the model, and ``skipped(model)`` gets the result. Otherwise it returns a call with
+    ``model`` (None until it has its weights), ``arguments`` (for the library), ``setup`` (words for a
+    message), ``building(dtype)`` (the dtype and a context to build in) and ``agreeing()`` (a context that
+    raises one error on all ranks).
     """
 
     def __init__(
         self,
         enter: Callable[[ExitStack], None],
         choose: Callable[[type, dict[str, object]], Any],
-        left: Callable[[object], None],
+        skipped: Callable[[object], None],
     ) -> None:
         super().__init__(enter)
         self._choose = choose
-        self._left = left
+        self._skipped = skipped
         self._own = threading.local()
 
     def innermost(self) -> Any:
-        """This library's call that the thread is in."""
+        """Return this library's innermost call in this thread, or None."""
         call = getattr(self._own, "call", None)
         return call if _calls()[-1:] == [call] else None
 
     def without_weights(self) -> Any:
-        """The same, until its model has its weights: what is built or read later is not of this call."""
+        """Return the innermost call if its model has no weights yet, or None."""
         call = self.innermost()
         return None if call is None or call.model is not None else call
 
     def from_pretrained(self, original: Function, cls: type, *args: Any, **kwargs: Any) -> object:
         """Serve one call of the library's class method ``original``."""
-        # Its contexts (meta, dtype) would build the inner model as well.
+        # The contexts (meta, dtype) of the outer model would apply to this one.
         if any(outer.model is None for outer in _calls()[-1:]):
             raise BuildError(
                 f"{cls.__name__}.from_pretrained is called while another model is built, which "
@@ -69,7 +70,7 @@ class LoadingSeam(RefCountedPatches):
         call = self._choose(cls, kwargs)
         if call is None:
             result = original(cls, *args, **kwargs)
-            self._left(result[0] if isinstance(result, tuple) else result)
+            self._skipped(result[0] if isinstance(result, tuple) else result)
             return result
         with self._serving(call), call.agreeing():
             return original(cls, *args, **call.arguments)
@@ -83,7 +84,7 @@ class LoadingSeam(RefCountedPatches):
         try:
             yield
         except BaseException:
-            torch.set_default_dtype(dtype)  # diffusers sets it, and back only where nothing fails
+            torch.set_default_dtype(dtype)  # diffusers does not reset it after an error
             raise
         finally:
             _calls().pop()

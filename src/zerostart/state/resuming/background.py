@@ -26,7 +26,7 @@ from torch import nn
 
 from zerostart.checkpoint.paths import is_same, note_pending
 from zerostart.distributed.machine import available_memory, local_ranks
-from zerostart.distributed.world import World, group_beside
+from zerostart.distributed.world import World, make_message_group
 from zerostart.engines import Shard
 from zerostart.errors import InsufficientMemoryError, WriteError
 from zerostart.geometry.layout import Layout
@@ -180,7 +180,7 @@ def _aside(world: World) -> World:
     # A default group that was destroyed and made again has taken the one beside it along.
     if not _groups or _groups[0][0] is not default:
         with world.collectives("making a process group for saving"):
-            _groups[:] = [(default, group_beside())]
+            _groups[:] = [(default, make_message_group())]
     return replace(world, group=_groups[0][1])
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerostart.distributed.failures import agreed_since, mark_agreed, now
+from zerostart.distributed.failures import find_agreed, mark_agreed, now
 from zerostart.distributed.world import World
 from zerostart.errors import DivergedError
 
@@ -39,7 +39,7 @@ class Failures:
             yield
         except BaseException as error:
             # The other ranks raise it too, or are gone: nobody is left to whom it would have to be told.
-            if agreed_since(error, begun) is not None:
+            if find_agreed(error, begun) is not None:
                 raise  # as the others do
             # The first counts: what fails after it in the same step is mostly its consequence.
             self._first = self._first or error

@@ -15,7 +15,7 @@ from types import FrameType
 import torch
 
 import zerostart
-from zerostart.distributed.failures import beyond_telling
+from zerostart.distributed.failures import mark_lost
 from zerostart.distributed.world import World, current_world
 from zerostart.errors import DivergedError, PeerError
 from zerostart.training.adapt.export import Exporter
@@ -182,7 +182,7 @@ def _peers_named(directory: Path) -> Iterator[None]:
         if isinstance(error, torch.distributed.DistBackendError) or "gloo/" in str(error):
             found = resumable_checkpoints(directory)
             saved = f"The last checkpoint is {found[-1]}: continue with resume=auto"
-            raise beyond_telling(
+            raise mark_lost(
                 PeerError(
                     "another rank died or stopped answering during training; its own output, or the "
                     f"system log if memory ran out, says why. {saved if found else 'Nothing was saved'}"

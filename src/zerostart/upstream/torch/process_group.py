@@ -61,15 +61,15 @@ def patience() -> timedelta:
     return stores
 
 
-def made_groups() -> list[dist.ProcessGroup]:
+def list_groups() -> list[dist.ProcessGroup]:
     """The process groups that there are."""
     parts: ModuleType = distributed_c10d
     return list(parts._world.pg_map) if torch.distributed.is_initialized() else []
 
 
-def same_patience(before: Sequence[dist.ProcessGroup]) -> None:
+def share_timeout(before: Sequence[dist.ProcessGroup]) -> None:
     """Give groups made since ``before`` the default group's time-out, which meshes and DeepSpeed ignore."""
-    for group in [group for group in made_groups() if group not in before]:
+    for group in [group for group in list_groups() if group not in before]:
         for device in group._device_types:
             with contextlib.suppress(AttributeError, RuntimeError):  # of somebody else's backend
                 group._get_backend(device)._set_default_timeout(patience())
