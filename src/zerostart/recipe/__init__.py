@@ -8,16 +8,16 @@ from zerostart.recipe.scales import dequantised_symbols
 from zerostart.recipe.stored import symbols_of
 from zerostart.recipe.symbolic import SymbolicTensor, settled
 from zerostart.recipe.trace import assembled, loaded_into, matched, one_thread, run_converter
-from zerostart.recipe.values import Computed, Operand, leaves_of
+from zerostart.recipe.values import Computed, Value, leaves_of
 
 __all__ = [
     "Computed",
     "Coverage",
-    "Operand",
     "Recipe",
     "Recipes",
     "SymbolicTensor",
     "Target",
+    "Value",
     "assembled",
     "dequantised_symbols",
     "loaded_into",

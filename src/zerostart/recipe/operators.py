@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from zerostart import geometry
-from zerostart.recipe.values import HANDLERS, Computed, Value, compute, constant
+from zerostart.recipe.values import HANDLERS, Computed, Value, computed, constant
 
 aten = torch.ops.aten
 H = TypeVar("H", bound=Callable[..., Any])
@@ -33,7 +33,7 @@ def _dim(t: Value, dim: int, extra: int = 0) -> int:
 
 
 def _same(t: Value, pieces: Sequence[geometry.Piece], shape: Sequence[int]) -> Value:
-    return Value(pieces, shape, t.dtype, t.stored)
+    return Value(tuple(pieces), tuple(shape), t.dtype, t.stored)
 
 
 @_handles(aten.clone.default)
@@ -48,8 +48,7 @@ def cast(t: Value, dtype: torch.dtype | None = None, **_: object) -> Value:
         return t
     # The first cast is done for real, since what it lost is lost; the second is noted on its result.
     if t.rounds(dtype):
-        rounded: Value = compute(aten._to_copy.default, (t,), {"dtype": t.dtype})
-        t = rounded
+        t = computed(aten._to_copy.default, t, dtype=t.dtype)
     return Value(t.pieces, t.shape, dtype, t.stored)
 
 
@@ -179,7 +178,7 @@ def cat(tensors: Sequence[Value], dim: int = 0) -> Value:
     shape[dim] = sum(t.shape[dim] for t in parts)
     parts = [t if t.dtype == dtype else cast(t, dtype) for t in parts]
     pieces = geometry.concatenate([(t.pieces, t.shape[dim]) for t in parts], dim)
-    return Value(pieces, shape, dtype, _stored(parts))
+    return Value(pieces, tuple(shape), dtype, _stored(parts))
 
 
 @_handles(aten.stack.default)
@@ -193,7 +192,7 @@ def stack(tensors: Sequence[Value], dim: int = 0) -> Value:
     dtype = functools.reduce(torch.promote_types, {t.dtype for t in tensors})
     tensors = [t if t.dtype == dtype else cast(t, dtype) for t in tensors]
     pieces = geometry.stack([t.pieces for t in tensors], at)
-    return Value(pieces, [*size[:at], len(tensors), *size[at:]], dtype, _stored(tensors))
+    return Value(pieces, (*size[:at], len(tensors), *size[at:]), dtype, _stored(tensors))
 
 
 def _stored(tensors: Sequence[Value]) -> frozenset[torch.dtype]:
@@ -300,8 +299,7 @@ def _index(t: Value, indices: Sequence[Value | None]) -> Value:
     assert index is not None, "an index was given"
     # Several indices, or one of several dimensions, or one out of the weights: computed, and not followed.
     if len(given) > 1 or index.dim() != 1 or _value(index) is None:
-        made: Value = compute(aten.index.Tensor, (t, list(indices)), {})
-        return made
+        return computed(aten.index.Tensor, t, list(indices))
     return _take(t, given[0], index)
 
 
@@ -317,8 +315,7 @@ def _take(t: Value, dim: int, index: Value) -> Value:
     """Rows in the order of a constant index, as runs of rows."""
     values = _value(index)
     if values is None:
-        made: Value = compute(aten.index_select.default, (t, dim, index), {})
-        return made
+        return computed(aten.index_select.default, t, dim, index)
     rows = range(t.shape[dim])
     # A mask is the numbers of what is true in it.
     numbers = values.nonzero()[:, 0] if values.dtype in (torch.bool, torch.uint8) else values

@@ -234,14 +234,14 @@ class SymbolicTensor(Sealed, torch.Tensor):
         cls, name: str, shape: Sequence[int], dtype: torch.dtype, strides: Sequence[int] | None = None
     ) -> SymbolicTensor:
         """The checkpoint tensor ``name`` as it is stored (``strides`` in elements, None for row-major)."""
-        return cls(Memory.holding(Value(geometry.whole(name, shape, strides), shape, dtype), strides))
+        return cls(Memory.holding(Value(geometry.whole(name, shape, strides), tuple(shape), dtype), strides))
 
     @classmethod
     def filled(
         cls, pieces: Sequence[geometry.Piece], shape: Sequence[int], dtype: torch.dtype
     ) -> SymbolicTensor:
         """A row-major tensor whose elements are those of ``pieces``, which tile its shape."""
-        return cls(Memory.holding(Value(pieces, shape, dtype)))
+        return cls(Memory.holding(Value(tuple(pieces), tuple(shape), dtype)))
 
     @property
     def layout_in_memory(self) -> Layout:

@@ -7,7 +7,7 @@ by changing pieces (``operators``); all others make a computed one, whose elemen
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -27,33 +27,60 @@ from zerostart.upstream.types import Arguments, Keywords
 
 
 @dataclass(frozen=True, slots=True)
-class Operand:
-    """A tensor that a computation takes, to be read or computed."""
+class Value:
+    """Elements by their source addresses, in a shape."""
 
     #: They tile ``shape``.
     pieces: tuple[Piece, ...]
     shape: tuple[int, ...]
-    #: The one that it is read or computed as.
     dtype: torch.dtype
-    #: Those of the tensor in eager torch, in elements; None for row-major.
+    #: Dtypes that the elements are stored in, before the cast to ``dtype``; by default that one.
+    stored: frozenset[torch.dtype] = frozenset()
+    #: Strides of the tensor in eager torch, whose kernels depend on them, in elements; None for row-major.
     strides: tuple[int, ...] | None = None
 
-    @property
+    def __post_init__(self) -> None:
+        if not self.stored:
+            object.__setattr__(self, "stored", frozenset((self.dtype,)))
+
+    def dim(self) -> int:
+        """Number of dimensions."""
+        return len(self.shape)
+
     def numel(self) -> int:
         """Number of elements."""
         return prod(self.shape)
 
     @property
     def computed(self) -> set[Computed]:
-        """What its elements are computed by, as far as they are."""
+        """Computations that give some of the elements."""
         return {s for piece in self.pieces for s in piece.source if isinstance(s, Computed)}
 
-    def split(self, factors: Sequence[Sequence[int]]) -> Operand:
-        """The operand, row-major, with its dimensions split like those of the result it is broadcast to."""
+    def split(self, factors: Sequence[Sequence[int]]) -> Value:
+        """Split the dimensions like those of the result that the value is broadcast to; row-major."""
         shape: list[int] = []
         for size, parts in zip(self.shape, factors[len(factors) - len(self.shape) :], strict=True):
             shape += parts if size != 1 else [1] * len(parts)
-        return Operand(reshape(self.pieces, self.shape, shape), tuple(shape), self.dtype)
+        return Value(reshape(self.pieces, self.shape, shape), tuple(shape), self.dtype)
+
+    def lying(self, strides: Sequence[int]) -> Value:
+        """The value of a tensor with ``strides``, whatever the strides of what it was made from."""
+        known = None if contiguous_strides(self.shape, tuple(strides)) else tuple(strides)
+        return self if known == self.strides else replace(self, strides=known)
+
+    def on_meta(self) -> torch.Tensor:
+        """A tensor on the meta device with the shape, dtype and strides."""
+        strides = self.strides or geometry.row_major_strides(self.shape)
+        return torch.empty_strided(self.shape, strides, dtype=self.dtype, device="meta")
+
+    def rounds(self, dtype: torch.dtype) -> bool:
+        """Whether the value's own dtype loses what the stored elements, cast to ``dtype``, might keep."""
+        return dtype != self.dtype and any(not holds(self.dtype, stored) for stored in self.stored)
+
+    @classmethod
+    def of(cls, source: Computed) -> Value:
+        """What ``source`` computes."""
+        return cls(geometry.whole(source, source.shape), source.shape, source.dtype)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,7 +91,7 @@ class Computed:
     function: Callable[..., Any] | None
     shape: tuple[int, ...]
     dtype: torch.dtype
-    operands: tuple[Operand, ...] = ()
+    operands: tuple[Value, ...] = ()
     #: Places of the operands among the leaves of ``spec``.
     at: tuple[int, ...] = ()
     #: For each operand whether a part of the result needs only the same part of it; the others are needed
@@ -90,7 +117,7 @@ class Computed:
         for operand, aligned in zip(self.operands, self.aligned, strict=True):
             made = operand.computed
             whole |= any(source.whole for source in made)
-            if aligned and operand.numel > 1:
+            if aligned and operand.numel() > 1:
                 nbytes += operand.dtype.itemsize + max((source.element_bytes for source in made), default=0)
         object.__setattr__(self, "whole", whole)
         object.__setattr__(self, "element_bytes", nbytes)
@@ -153,64 +180,7 @@ _ROWS_ONLY = {
     aten.native_dropout_backward,
 }
 #: By operator: what it does to values (``operators`` and ``views`` fill it).
-HANDLERS: dict[object, Callable[..., Any]] = {}
-
-
-class Value:
-    """Elements by their source addresses: ``pieces`` that tile ``shape``.
-
-    ``stored`` are the dtypes that the elements are kept in, before the cast to ``dtype``. ``strides`` are
-    those of the tensor that holds them in eager torch, None for row-major: its kernels go by them.
-    """
-
-    __slots__ = ("dtype", "pieces", "shape", "stored", "strides")
-
-    def __init__(
-        self,
-        pieces: Sequence[geometry.Piece],
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        stored: frozenset[torch.dtype] | None = None,
-        strides: Sequence[int] | None = None,
-    ) -> None:
-        self.strides = None if strides is None else tuple(strides)
-        self.pieces = tuple(pieces)
-        self.shape = tuple(shape)
-        self.dtype = dtype
-        self.stored = stored or frozenset((dtype,))
-
-    def dim(self) -> int:
-        """Number of dimensions."""
-        return len(self.shape)
-
-    def numel(self) -> int:
-        """Number of elements."""
-        return prod(self.shape)
-
-    def as_operand(self) -> Operand:
-        """What a computation needs to know of it."""
-        return Operand(self.pieces, self.shape, self.dtype, self.strides)
-
-    def lying(self, strides: Sequence[int]) -> Value:
-        """The value of a tensor with ``strides``, whatever the strides of what it was made from."""
-        known = None if contiguous_strides(self.shape, tuple(strides)) else tuple(strides)
-        if known == self.strides:
-            return self
-        return Value(self.pieces, self.shape, self.dtype, self.stored, known)
-
-    def on_meta(self) -> torch.Tensor:
-        """A tensor on the meta device with the shape, dtype and strides."""
-        strides = self.strides or geometry.row_major_strides(self.shape)
-        return torch.empty_strided(self.shape, strides, dtype=self.dtype, device="meta")
-
-    def rounds(self, dtype: torch.dtype) -> bool:
-        """Whether the value's own dtype loses what the stored elements, cast to ``dtype``, might keep."""
-        return dtype != self.dtype and any(not holds(self.dtype, stored) for stored in self.stored)
-
-    @classmethod
-    def of(cls, source: Computed) -> Value:
-        """What ``source`` computes."""
-        return cls(geometry.whole(source, source.shape), source.shape, source.dtype)
+HANDLERS: dict[object, Callable[..., Value]] = {}
 
 
 def constant(tensor: torch.Tensor) -> Value:
@@ -232,14 +202,28 @@ def compute(func: OpOverload, args: Arguments, kwargs: Keywords, made: Any = Non
         check_layout(func, [t for t in tree_leaves((twins, others)) if isinstance(t, torch.Tensor)], args)
         made = func(*twins, **others)
     # Operands keep the strides of their values, since bits of the result may depend on them.
-    given, named = tree_map(_operand, (args, kwargs))
+    flat, spec = tree_flatten((tuple(args), dict(kwargs)))
+    at = tuple(i for i, value in enumerate(flat) if isinstance(value, Value))
+    operands = tuple(flat[i] for i in at)
+    rest = tuple(None if i in at else value for i, value in enumerate(flat))
 
     def result(meta: torch.Tensor, output: int | None) -> Value:
-        return Value(computed(func, given, named, meta, output), meta.shape, meta.dtype)
+        aligned = _aligned_operands(func, args, kwargs, operands, meta)
+        whole = (False,) * len(operands)
+        exact, shape = aligned is not None, tuple(meta.shape)
+        return Value.of(
+            Computed(func, shape, meta.dtype, operands, at, aligned or whole, rest, spec, output, exact)
+        )
 
     if isinstance(made, torch.Tensor):
         return result(made, None)
     return type(made)(result(meta, number) for number, meta in enumerate(made))
+
+
+def computed(func: OpOverload, *args: object, **kwargs: object) -> Value:
+    """``compute`` of an operator with one result."""
+    result: Value = compute(func, args, kwargs)
+    return result
 
 
 def check_layout(func: OpOverload, twins: Sequence[torch.Tensor], *arguments: object) -> None:
@@ -255,10 +239,6 @@ def check_layout(func: OpOverload, twins: Sequence[torch.Tensor], *arguments: ob
 def _empty(value: object) -> object:
     """A value as a tensor on the meta device; anything else as it is."""
     return value.on_meta() if isinstance(value, Value) else value
-
-
-def _operand(value: object) -> object:
-    return value.as_operand() if isinstance(value, Value) else value
 
 
 def depends_on_values(func: OpOverload, *arguments: object) -> ConversionError:
@@ -310,7 +290,7 @@ def _aligned_operands(
     func: OpOverload,
     args: Sequence[object],
     kwargs: Mapping[str, object],
-    operands: Sequence[Operand],
+    operands: Sequence[Value],
     made: torch.Tensor,
 ) -> tuple[bool, ...] | None:
     """For each operand, True if a box of the result needs only the same box of it; None if computed whole.
@@ -330,7 +310,7 @@ def _exact(
     func: OpOverload,
     args: Sequence[object],
     kwargs: Mapping[str, object],
-    operands: Sequence[Operand],
+    operands: Sequence[Value],
     made: torch.Tensor,
 ) -> bool:
     names = {func, func._overloadpacket}
@@ -347,34 +327,3 @@ def _exact(
     if names & _SUMS:
         return len(args) <= 2 and kwargs.get("alpha", 1) in (1, -1)
     return bool(names & _ROUNDED)
-
-
-def computed(
-    func: OpOverload,
-    args: Sequence[object],
-    kwargs: Mapping[str, object],
-    made: torch.Tensor,
-    output: int | None = None,
-) -> tuple[geometry.Piece, ...]:
-    """The pieces of what ``func`` computes, or of number ``output`` of several results.
-
-    In place of tensors, the arguments have operands. ``made`` is the result on the meta device, in the
-    strides of eager torch.
-    """
-    flat, spec = tree_flatten((tuple(args), dict(kwargs)))
-    at = tuple(i for i, value in enumerate(flat) if isinstance(value, Operand))
-    operands = tuple(value for value in flat if isinstance(value, Operand))
-    aligned = _aligned_operands(func, args, kwargs, operands, made)
-    source = Computed(
-        function=func,
-        shape=tuple(made.shape),
-        dtype=made.dtype,
-        operands=operands,
-        at=at,
-        aligned=(False,) * len(operands) if aligned is None else aligned,
-        rest=tuple(None if i in at else value for i, value in enumerate(flat)),
-        spec=spec,
-        output=output,
-        exact=aligned is not None,
-    )
-    return geometry.whole(source, source.shape)

@@ -6,8 +6,10 @@ ways.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ from zerostart.recipe.operators import (
     select_scatter,
     slice_scatter,
 )
-from zerostart.recipe.values import HANDLERS, Value, compute
+from zerostart.recipe.values import HANDLERS, Value, computed
 from zerostart.upstream.types import Arguments
 
 aten = torch.ops.aten
@@ -58,7 +60,7 @@ class Step:
     @property
     def reads_anew(self) -> bool:
         """Whether the elements of the view are others than those of what it is taken of."""
-        return self.func in _ANEW
+        return self.func in _COMPUTED
 
     @property
     def repeats(self) -> bool:
@@ -67,13 +69,11 @@ class Step:
 
     def of(self, base: Value) -> Value:
         """What the view shows of ``base``."""
-        made: Value = HANDLERS[self.func](base, *self.args)
-        return made
+        return HANDLERS[self.func](base, *self.args)
 
     def written(self, base: Value, new: Value) -> Value:
         """``base``, where its view has become ``new``."""
-        made: Value = KNOWN_VIEWS[self.func](base, new, *self.args)
-        return made
+        return KNOWN_VIEWS[self.func](base, new, *self.args)
 
 
 #: Views that leave everything as it is.
@@ -90,35 +90,26 @@ def _permuted(base: Value, new: Value, dims: Sequence[int]) -> Value:
 
 
 def _turned(base: Value, new: Value, *args: object) -> Value:
-    made: Value = HANDLERS[aten.transpose.int](new, *(args or (0, 1))) if base.dim() > 1 or args else new
-    return made
+    return HANDLERS[aten.transpose.int](new, *(args or (0, 1))) if base.dim() > 1 or args else new
 
 
-def _conjugate(t: Value, *_: object) -> Value:
-    made: Value = compute(aten._conj_physical.default, (t,), {}) if t.dtype.is_complex else t
-    return made
-
-
-def _negative(t: Value, *_: object) -> Value:
-    made: Value = compute(aten.neg.default, (t,), {})
-    return made
-
-
-def _as_real(t: Value, *_: object) -> Value:
-    made: Value = compute(aten.view_as_real.default, (t,), {})
-    return made
-
-
-def _as_complex(t: Value, *_: object) -> Value:
-    made: Value = compute(aten.view_as_complex.default, (t,), {})
-    return made
+def _conjugate(t: Value) -> Value:
+    return computed(aten._conj_physical.default, t) if t.dtype.is_complex else t
 
 
 def _as_dtype(t: Value, dtype: torch.dtype) -> Value:
-    made: Value = t if t.dtype == dtype else compute(aten.view.dtype, (t, dtype), {})
-    return made
+    return t if t.dtype == dtype else computed(aten.view.dtype, t, dtype)
 
 
+#: By operator: views whose elements are computed.
+_COMPUTED: dict[object, Callable[..., Value]] = {
+    aten._conj.default: _conjugate,
+    aten._neg_view.default: functools.partial(computed, aten.neg.default),
+    aten.view_as_real.default: functools.partial(computed, aten.view_as_real.default),
+    aten.view_as_complex.default: functools.partial(computed, aten.view_as_complex.default),
+    aten.view.dtype: _as_dtype,
+}
+HANDLERS.update(_COMPUTED)
 #: By operator: the value that a view was taken of, after a write into the view.
 KNOWN_VIEWS: dict[object, Callable[..., Value]] = {
     aten.view.default: _reshaped,
@@ -134,25 +125,16 @@ KNOWN_VIEWS: dict[object, Callable[..., Value]] = {
     aten.select.int: select_scatter,
     aten.expand.default: _reshaped,
     aten._conj.default: lambda base, new: _conjugate(new),
-    aten._neg_view.default: lambda base, new: _negative(new),
-    aten.view_as_real.default: lambda base, new: _as_complex(new),
-    aten.view_as_complex.default: lambda base, new: _as_real(new),
+    aten._neg_view.default: lambda base, new: computed(aten.neg.default, new),
+    aten.view_as_real.default: lambda base, new: computed(aten.view_as_complex.default, new),
+    aten.view_as_complex.default: lambda base, new: computed(aten.view_as_real.default, new),
     aten.view.dtype: lambda base, new, dtype: _as_dtype(new, base.dtype),
 }
-_ANEW = {
-    *(aten._conj.default, aten._neg_view.default),
-    *(aten.view_as_real.default, aten.view_as_complex.default, aten.view.dtype),
-}
-HANDLERS[aten._conj.default] = _conjugate
-HANDLERS[aten._neg_view.default] = _negative
-HANDLERS[aten.view_as_real.default] = _as_real
-HANDLERS[aten.view_as_complex.default] = _as_complex
-HANDLERS[aten.view.dtype] = _as_dtype
 
 
 def single_views(func: OpOverload, shape: Sequence[int], args: Arguments) -> list[tuple[Any, Arguments]]:
     """A view with several results as views with one each."""
-    if func in (aten.unbind.int,):
+    if func is aten.unbind.int:
         dim = args[0] if args else 0
         return [(aten.select.int, (dim, index)) for index in range(shape[dim])]
     if func in _SPLITS:
@@ -160,7 +142,8 @@ def single_views(func: OpOverload, shape: Sequence[int], args: Arguments) -> lis
         if isinstance(sizes, int):
             length = shape[dim]
             sizes = [min(sizes, length - at) for at in range(0, length, sizes)] if length else [0]
-        return [(aten.slice.Tensor, (dim, at, at + size)) for at, size in _running(sizes)]
+        ends = accumulate(sizes, initial=0)
+        return [(aten.slice.Tensor, (dim, start, stop)) for start, stop in pairwise(ends)]
     return [(func, args)]
 
 
@@ -170,10 +153,3 @@ _SPLITS = {
     aten.unsafe_split.Tensor,
     aten.unsafe_split_with_sizes.default,
 }
-
-
-def _running(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
-    at = 0
-    for size in sizes:
-        yield at, size
-        at += size

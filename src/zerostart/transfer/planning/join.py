@@ -21,7 +21,7 @@ from zerostart.geometry import (
     split_region,
 )
 from zerostart.geometry.layout import Layout
-from zerostart.recipe import Computed, Operand, Recipe
+from zerostart.recipe import Computed, Recipe, Value
 from zerostart.transfer.planning.plan import (
     Computation,
     Destination,
@@ -168,11 +168,11 @@ class _Builder:
         )
         self._steps.append(Step(source, factors, box, tuple(operands), parts))
 
-    def _whole(self, operand: Operand) -> OperandView:
+    def _whole(self, operand: Value) -> OperandView:
         """All of the operand, in the strides that it has in eager torch."""
         box = Box((0,) * len(operand.shape), operand.shape)
         # Row-major, as registers are.
-        if operand.strides is None or not operand.numel:
+        if operand.strides is None or not operand.numel():
             return self._register(operand, box, operand.shape)
         # What is expanded is in memory once.
         there = tuple(
@@ -182,7 +182,7 @@ class _Builder:
 
     def _register(
         self,
-        operand: Operand,
+        operand: Value,
         region: Box,
         shape: tuple[int, ...],
         strides: tuple[int, ...] | None = None,
@@ -233,25 +233,25 @@ class Operands:
 
     def __init__(self) -> None:
         # Operands are keys by what they hold, which takes as long to hash as they have pieces.
-        self._equal: dict[Operand, Operand] = {}
-        self._known: dict[int, tuple[Operand, Operand]] = {}
-        self._split: dict[tuple[int, Factors], Operand] = {}
+        self._equal: dict[Value, Value] = {}
+        self._known: dict[int, tuple[Value, Value]] = {}
+        self._split: dict[tuple[int, Factors], Value] = {}
         self._sorted: dict[int, _Sorted] = {}
 
-    def one(self, operand: Operand) -> Operand:
+    def one(self, operand: Value) -> Value:
         """The operand itself, or the equal one that was there before; it stays as long as this does."""
         if id(operand) not in self._known:
             self._known[id(operand)] = (operand, self._equal.setdefault(operand, operand))
         return self._known[id(operand)][1]
 
-    def split(self, operand: Operand, factors: Sequence[Sequence[int]]) -> Operand:
-        """The operand with its dimensions split like those of a result, see ``Operand.split``."""
+    def split(self, operand: Value, factors: Sequence[Sequence[int]]) -> Value:
+        """The operand with its dimensions split like those of a result, see ``Value.split``."""
         key = (id(self.one(operand)), tuple(tuple(parts) for parts in factors))
         if key not in self._split:
             self._split[key] = self.one(operand.split(factors))
         return self._split[key]
 
-    def copies(self, operand: Operand, box: Box, strides: Sequence[int] | None) -> list[Copy]:
+    def copies(self, operand: Value, box: Box, strides: Sequence[int] | None) -> list[Copy]:
         """The copies that lay ``box`` down row-major, or with ``strides``."""
         operand = self.one(operand)
         if id(operand) not in self._sorted:
