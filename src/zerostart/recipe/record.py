@@ -130,7 +130,8 @@ def write(cls: SymbolClass, func: OpOverload, args: Arguments, kwargs: Keywords)
         )
     # As in `record`: constant masks become indices, for the twin as for any operator.
     args = counted(cls, func, args)
-    kept = {k: v for k, v in kwargs.items() if not _is_out(func, k)}
+    outs = {argument.name for argument in func._schema.arguments if argument.is_out}
+    kept = {k: v for k, v in kwargs.items() if k not in outs}
     # The call itself, not its twin: an in-place operator refuses shapes and dtypes that the twin broadcasts.
     on_meta(cls, func, args, kwargs)  # refuses what torch would refuse
     # 4. The twin reads everything before anything is written; torch's loop does not. Where that could show
@@ -185,10 +186,6 @@ def _given_back(func: OpOverload, args: Sequence[object], kwargs: Keywords) -> A
     if not returns:
         return None
     return written[0] if len(returns) == 1 and len(written) == 1 else tuple(written)
-
-
-def _is_out(func: OpOverload, name: str) -> bool:
-    return any(a.name == name and a.is_out for a in func._schema.arguments)
 
 
 @functools.cache
@@ -349,19 +346,11 @@ def _make(
         if isinstance(metas, bool) or func is aten.is_pinned.default:
             return metas
         raise depends_on_values(func, args)
-    values = _valued(cls, func, args, kwargs, metas)
+    handler, args, kwargs = HANDLERS.get(func), valued(cls, args), valued(cls, kwargs)
+    values: Any = handler(*args, **kwargs) if handler else compute(func, args, kwargs, metas)
     if isinstance(metas, torch.Tensor):
         return _fresh(cls, values, metas)
     return type(metas)(_fresh(cls, v, m) for v, m in zip(values, metas, strict=True))
-
-
-def _valued(cls: SymbolClass, func: OpOverload, args: Arguments, kwargs: Keywords, metas: Any) -> Any:
-    """The values that an operator gives."""
-    handler = HANDLERS.get(func)
-    args, kwargs = valued(cls, args), valued(cls, kwargs)
-    if handler is None:
-        return compute(func, args, kwargs, metas)
-    return handler(*args, **kwargs)
 
 
 def _fresh(cls: SymbolClass, value: Value, meta: torch.Tensor) -> Any:

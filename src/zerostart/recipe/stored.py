@@ -1,13 +1,13 @@
 """The tensors of a checkpoint as symbolic tensors.
 
-One tensor under two names is one object. Views of one storage that overlap are tensors of their own: reading
-them is served, and a write into one of them is refused, since the others would not show it.
+One tensor under two names is one object. Views of one storage are tensors of their own: reading them is
+served, and a write into one of them is refused, since the others might not show it.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 
 from zerostart import geometry
 from zerostart.checkpoint.catalog import DTYPE_BITS, Assembled, Catalog, TensorEntry
@@ -38,11 +38,9 @@ def symbols_of(catalog: Catalog) -> dict[str, SymbolicTensor]:
             begin = tensor.offset - tensor.storage_offset * DTYPE_BITS[tensor.dtype] // 8
             storages.setdefault((tensor.file, begin), []).append(tensor)
     for entries in storages.values():
-        # Views of one storage that do not overlap share nothing that a write could show.
-        for together in _overlapping(entries) if len(entries) > 1 else [entries]:
-            for entry in together:
-                others = (other.name for other in together if other is not entry)
-                made[entry.name] = _alone(entry, overlaps=next(others, None))
+        for entry in entries:
+            others = (other.name for other in entries if other is not entry)
+            made[entry.name] = _alone(entry, overlaps=next(others, None))
     for name, tensor in catalog.weights.items():
         if isinstance(tensor, TensorEntry) and tensor.same_as in made:
             # After all storages, so that the one that it is another name of is there.
@@ -55,32 +53,10 @@ def copies_of(symbols: Mapping[str, SymbolicTensor]) -> dict[str, SymbolicTensor
     return copy.deepcopy(dict(symbols))
 
 
-def _value(entry: TensorEntry) -> Value:
-    dtype = torch_dtype(entry.dtype, entry.name)
-    return Value(geometry.whole(entry.name, entry.shape, entry.strides), entry.shape, dtype)
-
-
 def _alone(entry: TensorEntry, overlaps: str | None = None) -> SymbolicTensor:
     """A tensor that shares its memory with no other."""
-    memory = Memory.holding(_value(entry), entry.strides, entry.storage_offset)
+    pieces = geometry.whole(entry.name, entry.shape, entry.strides)
+    value = Value(pieces, entry.shape, torch_dtype(entry.dtype, entry.name))
+    memory = Memory.holding(value, entry.strides, entry.storage_offset)
     memory.overlaps = overlaps
     return SymbolicTensor(memory)
-
-
-def _span(entry: TensorEntry) -> int:
-    strides = entry.strides or geometry.row_major_strides(entry.shape)
-    steps = zip(entry.shape, strides, strict=True)
-    return 1 + sum((size - 1) * stride for size, stride in steps) if entry.numel else 0
-
-
-def _overlapping(entries: Sequence[TensorEntry]) -> Iterator[list[TensorEntry]]:
-    """Views of one storage in groups that overlap, in their order in memory."""
-    together: list[TensorEntry] = []
-    end = 0
-    for entry in sorted(entries, key=lambda entry: entry.offset):
-        if together and entry.offset >= end:
-            yield together
-            together = []
-        together.append(entry)
-        end = max(end, entry.offset + _span(entry) * (DTYPE_BITS[entry.dtype] // 8))
-    yield together

@@ -8,14 +8,13 @@ or a module's own loading (``loaded_into``).
 from __future__ import annotations
 
 import contextlib
-import re
 import traceback
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -105,53 +104,12 @@ def matched(
     return assembled(tensors, targets, unexpected, frozenset(tensors), (), ignored)
 
 
-def loaded_into(
-    model: torch.nn.Module,
-    symbols: Mapping[str, SymbolicTensor],
-    targets: Mapping[str, Target],
-    versions: Mapping[str, Mapping[str, object]] | None,
-    log: AbstractContextManager[object],
-) -> Recipes:
-    """Recipes out of what the module's own ``load_state_dict`` makes of ``symbols``; see ``load_module``.
-
-    Raises ConversionError where what it does to a tensor cannot be followed.
-    """
-    before = {name: tensor.dtype for name, (tensor, _) in _tensors(model).items()}
-    return _loaded(load_module(model, symbols, targets, versions, log), model, targets, before)
-
-
 def _tensors(model: torch.nn.Module) -> dict[str, tuple[torch.Tensor, bool]]:
     """Parameters and buffers by name, tied names included, and which of them are buffers."""
     return {
         **{name: (t, False) for name, t in model.named_parameters(remove_duplicate=False)},
         **{name: (t, True) for name, t in model.named_buffers(remove_duplicate=False)},
     }
-
-
-def _loaded(
-    loaded: Loaded,
-    model: torch.nn.Module,
-    targets: Mapping[str, Target],
-    before: Mapping[str, torch.dtype],
-) -> Recipes:
-    """Recipes out of what a module's loading fills; it may have changed the module's tensors meanwhile.
-
-    ``before`` are their dtypes until then: where the load asks for none, what the module has changed stays.
-    """
-    now = _tensors(model)
-    # A tied tensor has several names, and is stored under one.
-    # By identity: a symbol that several names got is "converted" under none of them.
-    stored = {id(symbol) for name, symbol in loaded.tensors.items() if _as_stored(name, symbol)}
-    by_name: dict[str, Recipe] = {}
-    for name, symbol in loaded.tensors.items():
-        tensor, buffer = now[name]
-        known = targets.get(name)
-        dtype = known.dtype if known is not None and tensor.dtype.is_floating_point else tensor.dtype
-        if known is not None and known.as_stored and symbol.dtype.is_floating_point:
-            dtype = symbol.dtype if tensor.dtype == before.get(name) else tensor.dtype
-        target = Target(name, tuple(symbol.shape), dtype, buffer)
-        by_name[name] = Recipe(target, cast(symbol.value, dtype).pieces, id(symbol) not in stored)
-    return Recipes(by_name, Coverage(loaded.missing, loaded.unexpected, loaded.mismatched))
 
 
 def assembled(
@@ -211,11 +169,6 @@ def one_thread(wanted: bool = True) -> Iterator[None]:
 
 
 aten = torch.ops.aten
-_MISMATCH = re.compile(
-    r"size mismatch for (.+): copying a param with shape torch\.Size\(\[([\d, ]*)\]\) from checkpoint, "
-    r"the shape in current model is torch\.Size\(\[([\d, ]*)\]\)\."
-)
-_KEYS = re.compile(r"(?:Missing|Unexpected) key\(s\) in state_dict: ")
 _REMEDY = "Pass a converter that makes the state dict the module's own, and build the module without it"
 
 
@@ -223,32 +176,21 @@ _REMEDY = "Pass a converter that makes the state dict the module's own, and buil
 # ``_load_from_state_dict`` of its own, by what it reads of versions. All of it runs here as it would in
 # torch, on the module on meta: which tensor is copied into which is noted, and of several into one the last
 # stays. What the module computes out of its own tensors is logged with its construction.
-@dataclass(frozen=True)
-class Loaded:
-    """What a module's own loading has filled, and what is left over."""
-
-    #: By the names of the parameters and buffers that they fill.
-    tensors: dict[str, SymbolicTensor]
-    missing: tuple[str, ...] = ()
-    unexpected: tuple[str, ...] = ()
-    #: By name, the shape in the checkpoint and that in the model.
-    mismatched: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
-
-
-def load_module(
+def loaded_into(
     model: nn.Module,
-    tensors: Mapping[str, SymbolicTensor],
-    targets: Collection[str],
+    symbols: Mapping[str, SymbolicTensor],
+    targets: Mapping[str, Target],
     versions: Mapping[str, Mapping[str, object]] | None,
     log: AbstractContextManager[object],
-) -> Loaded:
-    """Run ``model.load_state_dict`` on ``tensors``; ``versions`` is what torch saves as ``_metadata``.
+) -> Recipes:
+    """Run the module's own ``load_state_dict`` on ``symbols``, and return what it fills as recipes.
 
-    ``targets`` are the names of the model's state dict. What the model, on meta, does to its own tensors
+    ``versions`` is what torch saves as ``_metadata``. What the model, on meta, does to its own tensors
     happens inside ``log``. Raises ConversionError for a model whose loading needs values, is random, or keeps
     tensors elsewhere.
     """
-    state: Any = OrderedDict(copies_of(tensors))
+    before = {name: tensor.dtype for name, (tensor, _) in _tensors(model).items()}
+    state: Any = OrderedDict(copies_of(symbols))
     if versions is not None:
         # Copies: torch's own loading pops and sets entries while it goes down the modules.
         state._metadata = OrderedDict((name, dict(entry)) for name, entry in versions.items())
@@ -258,7 +200,7 @@ def load_module(
     watched: Any = model
     # Registered last, and so called after the module's own hooks, which may change the lists.
     handle = watched.register_load_state_dict_post_hook(lambda _, found: keys.append(deepcopy(found)))
-    errors = ""
+    failure: RuntimeError | None = None
 
     assigned: dict[str, SymbolicTensor] = {}
 
@@ -277,9 +219,8 @@ def load_module(
         keys = keys or [returned]
     except ConversionError:
         raise
-    # torch's report of shapes that differ: read below, since the load goes by it.
-    except RuntimeError as error:
-        errors = str(error)
+    except RuntimeError as error:  # torch's report of shapes that differ, or anything else
+        failure = error
     except Exception as error:
         raise ConversionError(
             f"the loading of {kind} failed: {type(error).__name__}: {error}. {_REMEDY}"
@@ -287,8 +228,39 @@ def load_module(
     finally:
         handle.remove()
     filled = {**copies.by_name(model), **assigned}
-    missing, unexpected = _left(keys, [name for name in targets if name not in filled])
-    return Loaded(filled, missing, unexpected, _mismatched(errors, kind))
+    unfilled = [name for name in targets if name not in filled]
+    mismatched = {
+        name: (tuple(symbols[name].shape), targets[name].shape)
+        for name in unfilled
+        if failure is not None and name in symbols and tuple(symbols[name].shape) != targets[name].shape
+    }
+    if failure is not None and not mismatched:
+        raise ConversionError(f"the loading of {kind} failed: {failure}. {_REMEDY}") from failure
+    missing, unexpected = _left(keys, unfilled)
+    by_name = _recipes(model, filled, targets, before)
+    return Recipes(by_name, Coverage(missing, unexpected, mismatched))
+
+
+def _recipes(
+    model: nn.Module,
+    filled: Mapping[str, SymbolicTensor],
+    targets: Mapping[str, Target],
+    before: Mapping[str, torch.dtype],
+) -> dict[str, Recipe]:
+    # The module may have changed its tensors while it was loaded: where no dtype is asked for, that stays.
+    now = _tensors(model)
+    # By identity: a tied tensor is stored under one of its names, and "converted" under none of them.
+    stored = {id(symbol) for name, symbol in filled.items() if _as_stored(name, symbol)}
+    by_name: dict[str, Recipe] = {}
+    for name, symbol in filled.items():
+        tensor, buffer = now[name]
+        known = targets.get(name)
+        dtype = known.dtype if known is not None and tensor.dtype.is_floating_point else tensor.dtype
+        if known is not None and known.as_stored and symbol.dtype.is_floating_point:
+            dtype = symbol.dtype if tensor.dtype == before.get(name) else tensor.dtype
+        target = Target(name, tuple(symbol.shape), dtype, buffer)
+        by_name[name] = Recipe(target, cast(symbol.value, dtype).pieces, id(symbol) not in stored)
+    return by_name
 
 
 class _Copies(TorchDispatchMode):
@@ -310,7 +282,9 @@ class _Copies(TorchDispatchMode):
         """Note a copy; refuse what would need the values that were to be copied."""
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         if any(_is_constant(t) for t in given) and any(t.device.type == "meta" for t in given):
-            args, kwargs = tree_map(_with_elements, (args, kwargs))  # for the log
+            args, kwargs = tree_map(
+                lambda v: v.elements if _is_constant(v) else v, (args, kwargs)
+            )  # for the log
             given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         symbolic = [t for t in given if isinstance(t, SymbolicTensor)]
         if func is aten.copy_.default and len(symbolic) == 1 and symbolic[0] is args[1]:
@@ -369,10 +343,6 @@ def _is_constant(value: object) -> bool:
     return isinstance(value, SymbolicTensor) and value.memory.is_constant
 
 
-def _with_elements(value: Any) -> object:
-    return value.elements if _is_constant(value) else value
-
-
 def _memory(tensor: torch.Tensor) -> int:
     key: int = tensor.untyped_storage()._cdata
     return key
@@ -403,17 +373,3 @@ def _left(keys: list[object], unfilled: list[str]) -> tuple[tuple[str, ...], tup
     if missing is None or unexpected is None:
         return tuple(unfilled), ()
     return tuple(dict.fromkeys(missing)), tuple(dict.fromkeys(unexpected))
-
-
-def _mismatched(errors: str, kind: str) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
-    found: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
-    for line in errors.split("\n\t")[1:]:
-        match = _MISMATCH.match(line)
-        if match is not None:
-            have, want = (tuple(int(n) for n in match[i].split(",") if n.strip()) for i in (2, 3))
-            found[match[1]] = (have, want)
-        elif not _KEYS.match(line):
-            raise ConversionError(f"the loading of {kind} failed: {line}")
-    if errors and "\n\t" not in errors:
-        raise ConversionError(f"the loading of {kind} failed: {errors}. {_REMEDY}")
-    return found
