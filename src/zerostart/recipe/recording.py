@@ -8,13 +8,12 @@ from typing import Any, TypeVar
 
 import torch
 from torch._ops import OpOverload
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zerostart.errors import ConversionError
 from zerostart.recipe.record import record
 from zerostart.recipe.refusals import refusal, refusals_count
-from zerostart.recipe.symbolic import SEALED, SymbolicTensor, constants_become_real
+from zerostart.recipe.symbolic import SymbolicTensor, constants_become_real
 from zerostart.upstream.torch.tensors import asks_for_memory
 from zerostart.upstream.types import Arguments, Keywords
 
@@ -39,27 +38,6 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch l
         return record(SymbolicTensor, func, args, kwargs or {})
 
 
-class _Sealing(TorchFunctionMode):
-    """Inside, the methods that ``Sealed`` replaces are replaced in calls of the unbound method too."""
-
-    def __torch_function__(
-        self,
-        func: OpOverload,
-        types: Iterable[type],
-        args: Arguments = (),
-        kwargs: Keywords | None = None,
-    ) -> object:
-        name = SEALED.get(func)
-        if name is not None and isinstance(args[0], SymbolicTensor):
-            return getattr(args[0], name)(*args[1:], **(kwargs or {}))
-        if name is not None and torch._is_functional_tensor(args[0]):
-            raise refusal(
-                f"the conversion asks for values or memory of a tensor ({name}) inside "
-                "torch.func.functionalize"
-            )
-        return func(*args, **(kwargs or {}))
-
-
 def recorded(name: str, function: Callable[[], T]) -> T:
     """Run ``function``, which calls the converter ``name``, or another's code, on symbolic tensors.
 
@@ -69,10 +47,9 @@ def recorded(name: str, function: Callable[[], T]) -> T:
     # Compared afterwards: a draw would differ from rank to rank, and from the conversion that was traced.
     randomness = torch.get_rng_state()
     # From outside in: refusals are raised even where the converter catches them; constants that it keeps get
-    # their elements when no mode watches any more; then what torch makes, and methods that go past the
-    # dispatcher.
+    # their elements when no mode watches any more; then what torch makes.
     recording = _Recording()  # type: ignore[no-untyped-call]
-    with refusals_count(), constants_become_real(), recording, _Sealing():
+    with refusals_count(), constants_become_real(), recording:
         try:
             made = function()
         except RuntimeError as error:

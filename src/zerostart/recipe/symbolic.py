@@ -59,94 +59,6 @@ def _refuses(name: str) -> Callable[..., object]:
     return refuse
 
 
-#: By torch's own method: the name of the one that takes its place, for calls of the unbound method.
-SEALED: dict[object, str] = {
-    getattr(torch.Tensor, name): name for name in (*_MEMORY, "tolist", "numpy", "__array__", "__deepcopy__")
-}
-
-
-class Sealed:
-    """The methods of a tensor that reach its elements past torch's dispatcher."""
-
-    for _name in _MEMORY:
-        # At the class's making, for the names are many and what each does is the same.
-        locals()[_name] = _refuses(_name)
-
-    memory: Any
-
-    def _elements(self, asks: str) -> torch.Tensor:
-        """The elements of a constant. Raises ConversionError for those of the checkpoint."""
-        if not self.memory.is_constant:
-            raise refusal(
-                f"the conversion of {names_of(self)} asks for the values of weights ({asks}); a "
-                "conversion must do the same whatever the values are, with torch's own operators"
-            )
-        tensor: Any = self
-        elements: torch.Tensor = tensor.elements
-        return elements
-
-    def tolist(self) -> Any:
-        """The elements of a constant as Python numbers. Raises ConversionError for any other tensor."""
-        return self._elements("tolist").tolist()
-
-    def numpy(self, *, force: bool = False) -> Any:
-        """The elements of a constant as an array that shares its memory.
-
-        Raises ConversionError for any other tensor.
-        """
-        made = self._elements("numpy").numpy(force=force)
-        # NumPy can write into it from now on, without a word to torch.
-        self.memory.exported = True
-        return made
-
-    def __array__(self, *args: object, **kwargs: object) -> Any:
-        """The elements of a constant, for NumPy."""
-        elements: Any = self._elements("numpy")
-        made = elements.__array__(*args, **kwargs)
-        self.memory.exported = True
-        return made
-
-    def __format__(self, spec: str) -> str:
-        """As torch has it: the element of a tensor without dimensions, a description of any other."""
-        tensor: Any = self
-        return format(tensor.item(), spec) if tensor.dim() == 0 else repr(self)
-
-    def __copy__(self) -> Any:
-        """A tensor that shares the memory."""
-        tensor: Any = self
-        return tensor.detach()
-
-    def __deepcopy__(self, memo: dict[int, object]) -> Any:
-        """A tensor of its own; what shares memory with it shares that of its copy."""
-        if id(self) not in memo:
-            tensor: Any = self
-            # By memory, not by tensor: two views of one memory are views of one memory in the copy, too.
-            twin = memo.get(id(tensor.memory))
-            if twin is None:
-                twin = memo[id(tensor.memory)] = tensor.memory.copy()
-            memo[id(self)] = made = type(tensor)(twin, tensor.steps, tensor.meta if tensor.steps else None)
-            made._known = tensor._known
-            made.__dict__.update(
-                copy.deepcopy({k: v for k, v in tensor.__dict__.items() if k not in made.__dict__})
-            )
-        return memo[id(self)]
-
-    @property
-    def data(self) -> Any:
-        """The same tensor without autograd. Set, it raises ConversionError for one from outside."""
-        tensor: Any = self
-        return tensor.detach()
-
-    @data.setter
-    def data(self, other: object) -> None:
-        tensor: Any = self
-        if not isinstance(other, type(tensor)):
-            raise refusal(
-                f"the conversion of {names_of(self)} makes a tensor use memory from outside the conversion"
-            )
-        tensor.become(other)
-
-
 _CONSTANTS: ContextVar[list[weakref.ref[SymbolicTensor]] | None] = ContextVar("constants", default=None)
 
 
@@ -193,7 +105,7 @@ def _real(tensor: SymbolicTensor) -> torch.Tensor:
     return real.requires_grad_(tensor.requires_grad) if tensor.is_leaf else real
 
 
-class SymbolicTensor(Sealed, torch.Tensor):
+class SymbolicTensor(torch.Tensor):
     """A tensor without data whose elements are known by their source addresses.
 
     ``steps`` lead from what ``memory`` holds to what the tensor shows of it. The class is a ``torch.Tensor``,
@@ -337,6 +249,77 @@ class SymbolicTensor(Sealed, torch.Tensor):
         become_wrapper(self, other)
         self.memory, self.steps = other.memory, other.steps
         self._meta, self._known = other.meta, None
+
+    # Methods that reach the elements past torch's dispatcher.
+
+    for _name in _MEMORY:
+        # At the class's making, for the names are many and what each does is the same.
+        locals()[_name] = _refuses(_name)
+
+    def _elements(self, asks: str) -> torch.Tensor:
+        """The elements of a constant. Raises ConversionError for those of the checkpoint."""
+        if not self.memory.is_constant:
+            raise refusal(
+                f"the conversion of {names_of(self)} asks for the values of weights ({asks}); a "
+                "conversion must do the same whatever the values are, with torch's own operators"
+            )
+        assert self.elements is not None, "a constant has elements"
+        return self.elements
+
+    def tolist(self) -> Any:
+        """The elements of a constant as Python numbers. Raises ConversionError for any other tensor."""
+        return self._elements("tolist").tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The elements of a constant as an array that shares its memory.
+
+        Raises ConversionError for any other tensor.
+        """
+        made = self._elements("numpy").numpy(force=force)
+        # NumPy can write into it from now on, without a word to torch.
+        self.memory.exported = True
+        return made
+
+    def __array__(self, *args: object, **kwargs: object) -> Any:
+        """The elements of a constant, for NumPy."""
+        elements: Any = self._elements("numpy")
+        self.memory.exported = True
+        return elements.__array__(*args, **kwargs)
+
+    def __format__(self, spec: str) -> str:
+        """As torch has it: the element of a tensor without dimensions, a description of any other."""
+        return format(self.item(), spec) if self.dim() == 0 else repr(self)
+
+    def __copy__(self) -> Any:
+        """A tensor that shares the memory."""
+        return self.detach()
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Any:
+        """A tensor of its own; what shares memory with it shares that of its copy."""
+        if id(self) not in memo:
+            # By memory, not by tensor: two views of one memory are views of one memory in the copy, too.
+            twin: Any = memo.get(id(self.memory))
+            if twin is None:
+                twin = memo[id(self.memory)] = self.memory.copy()
+            memo[id(self)] = made = SymbolicTensor(twin, self.steps, self.meta if self.steps else None)
+            made._known = self._known
+            made.__dict__.update(
+                copy.deepcopy({k: v for k, v in self.__dict__.items() if k not in made.__dict__})
+            )
+        return memo[id(self)]
+
+    @property
+    def data(self) -> Any:
+        """The same tensor without autograd. Set, it raises ConversionError for one from outside."""
+        return self.detach()
+
+    @data.setter
+    def data(self, other: object) -> None:
+        if not isinstance(other, SymbolicTensor):
+            raise refusal(
+                f"the conversion of {names_of(self)} makes a tensor use memory from outside the conversion"
+            )
+        self.become(other)
 
     def __repr__(self) -> str:  # type: ignore[override]  # no contents to show
         return f"SymbolicTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
