@@ -60,11 +60,6 @@ class ReadDemand:
     cached: bool
     machine: str
 
-    @classmethod
-    def of(cls, storage: Storage, tuning: Tuning, exchange: bool | None, machine: str) -> ReadDemand:
-        """Describe this rank; ``machine`` identifies its host."""
-        return cls(exchange, tuning.exchange_chunk, tuning.cold, tuning.remote, storage.cached, machine)
-
 
 @dataclass(frozen=True)
 class ReadStrategy:
@@ -105,11 +100,6 @@ def choose_strategy(demands: Sequence[ReadDemand]) -> ReadStrategy:
     return ReadStrategy(exchange, first.exchange is not None, chunk if exchange else 0)
 
 
-def is_shareable(recipe: Recipe, layout: Layout) -> bool:
-    """Return True if replicas can share the reads: nothing is computed."""
-    return not recipe.computed and bool(layout.boxes)
-
-
 def agree_on_strategy(
     wanted: Sequence[tuple[Recipe, Layout, Destination]],
     storage: Storage,
@@ -120,7 +110,8 @@ def agree_on_strategy(
     """Agree on a read strategy; collective. None if there is no choice."""
     if world.size == 1 or not storage.worth_exchanging:
         return None
-    own = ReadDemand.of(storage, tuning, exchange, machine_name())
+    chunk = tuning.exchange_chunk
+    own = ReadDemand(exchange, chunk, tuning.cold, tuning.remote, storage.cached, machine_name())
     strategy = choose_strategy(world.all_gather_object(own, "agreeing on a read strategy"))
     if not strategy.exchange:
         return strategy
@@ -132,7 +123,7 @@ def agree_on_strategy(
 
 def _key(rank: int, recipe: Recipe, layout: Layout, destination: Destination) -> bytes:
     """Return a digest shared by ranks that need the same slice of a tensor."""
-    own = None if is_shareable(recipe, layout) else rank
+    own = rank if recipe.computed or not layout.boxes else None  # what is computed, no replica reads
     words = repr((own, destination.name, layout, destination.dtype, destination.direct))
     return hashlib.blake2b(words.encode(), digest_size=12).digest()
 
@@ -200,16 +191,10 @@ class _Rounds:
 
     def run(self, levels: dict[Group, int]) -> TransferStats:
         """Execute the rounds of all levels; collective."""
-        own_requests = {levels[shared.ranks]: shared for shared in self._plan.shared}
-        rounds: list[list[tuple[Group, list[Batch]]]] = []
-        for level in range(max(levels.values()) + 1):
-            shared = own_requests.get(level)
-            batches = (
-                make_rounds(shared.reads, self._plan.chunk_size, len(shared.ranks))
-                if shared is not None
-                else []
-            )
-            rounds.append([(shared.ranks, one_round) for one_round in batches] if shared is not None else [])
+        rounds: list[list[tuple[Group, list[Batch]]]] = [[] for _ in range(max(levels.values()) + 1)]
+        for shared in self._plan.shared:
+            batches = make_rounds(shared.reads, self._plan.chunk_size, len(shared.ranks))
+            rounds[levels[shared.ranks]] = [(shared.ranks, one_round) for one_round in batches]
         counts_by_rank = self._world.all_gather_object([len(per_level) for per_level in rounds], _EXCHANGING)
         # Every rank takes part in as many rounds as the longest group has; the added ones are empty.
         steps: list[tuple[Group, list[Batch]]] = []
@@ -356,28 +341,16 @@ def make_rounds(reads: Sequence[Read], limit: int, ranks: int) -> list[list[Batc
     """
     # Smaller batches if there is little to read, so that every rank reads a share.
     share = sum(read.nbytes for read in reads) // ranks
-    split = [Batch(tuple(some), sum(r.nbytes for r in some)) for some in batches(reads, min(limit, share))]
-    return [split[first : first + ranks] for first in range(0, len(split), ranks)]
-
-
-def batches(reads: Iterable[Read], limit: int) -> Iterator[list[Read]]:
-    """Yield consecutive reads of at most ``limit`` bytes, or one longer read."""
+    limit = min(limit, share)
+    split: list[Batch] = []
     batch: list[Read] = []
     total = 0
     for read in reads:
         if batch and total + read.nbytes > limit:
-            yield batch
+            split.append(Batch(tuple(batch), total))
             batch, total = [], 0
         batch.append(read)
         total += read.nbytes
     if batch:
-        yield batch
-
-
-def read_by_place(reads: Sequence[Read], limit: int, ranks: int) -> list[list[Read]]:
-    """Return the reads of each rank in a group of ``ranks`` ranks."""
-    reads_by_place: list[list[Read]] = [[] for _ in range(ranks)]
-    for batch_round in make_rounds(reads, limit, ranks):
-        for place, batch in enumerate(batch_round):
-            reads_by_place[place] += batch.reads
-    return reads_by_place
+        split.append(Batch(tuple(batch), total))
+    return [split[first : first + ranks] for first in range(0, len(split), ranks)]

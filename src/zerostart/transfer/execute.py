@@ -50,7 +50,8 @@ def execute(
             torch.accelerator.current_stream(each).synchronize()
         device = next(iter(devices), None)
         reading = _Reading(plan, storages, source, progress, device, threads, depth)
-        reading.run(threads, meet)
+        items: list[Read | Computation] = [*plan.reads, *plan.computations]
+        Crew(enumerate(items), reading.work, device, "zerostart-reader").run(threads, meet)
     return progress.done
 
 
@@ -82,11 +83,6 @@ class _Reading:
         # No more room than what takes any: results of computations do as well.
         staged = (read.nbytes for read in plan.reads if not read.direct)
         self._room = plan.chunk_size if plan.computations else max(staged, default=0)
-
-    def run(self, threads: int, meet: Callable[[bool], bool] | None) -> None:
-        """Work by so many threads."""
-        items: list[Read | Computation] = [*self._plan.reads, *self._plan.computations]
-        Crew(enumerate(items), self.work, self._device, "zerostart-reader").run(threads, meet)
 
     def work(self, items: Iterator[tuple[int, Read | Computation]]) -> None:
         # Announced ahead by as many as there are threads: the reader can have the system fetch what the

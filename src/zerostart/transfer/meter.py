@@ -95,19 +95,15 @@ def anonymous_bytes() -> int:
 
 def allocated_bytes(device: torch.device) -> int:
     """Bytes of tensors on an accelerator now; 0 for the host, and where its allocator does not count."""
-    return _counted(torch.accelerator.memory_allocated, device)
+    return _figure(torch.accelerator.memory_allocated, device) or 0
 
 
 def peak_bytes(device: torch.device) -> int | None:
     """The most bytes of tensors on an accelerator so far; 0 for the host, None where nothing is counted."""
-    return _told(torch.accelerator.max_memory_allocated, device)
+    return _figure(torch.accelerator.max_memory_allocated, device)
 
 
-def _counted(figure: Callable[[torch.device], int], device: torch.device) -> int:
-    return _told(figure, device) or 0
-
-
-def _told(figure: Callable[[torch.device], int], device: torch.device) -> int | None:
+def _figure(figure: Callable[[torch.device], int], device: torch.device) -> int | None:
     if device.type == "cpu":
         return 0
     try:
@@ -142,7 +138,7 @@ def free_bytes(device: torch.device) -> int | None:
         found = _driver(device)
         if found is None:
             return None
-        held = _counted(torch.accelerator.memory_reserved, device)
+        held = _figure(torch.accelerator.memory_reserved, device) or 0
         return found[0] + held - allocated_bytes(device)
     free = available_memory()
     return None if free == UNKNOWN else free

@@ -24,11 +24,16 @@ def rearrange(flat: torch.Tensor, segments: Sequence[Segment], scratch: int = SC
     """
     segments = sorted(s for s in segments if s[2])
     mover = _Mover(flat, max(1, scratch // flat.element_size()))
+    # The parts by their final place: what they are without gaps before that.
+    ordered, end = [], 0
+    for start, to, numel in sorted(segments, key=lambda s: s[1]):
+        ordered.append((start, end, to, numel))
+        end += numel
+    # By old start, which no two segments share.
+    wanted = {start: place for start, place, _, _ in ordered}
     # 1. Push together, from the front: what lies before a part is moved already, so that nothing is
     #    overwritten that is still wanted. Each part goes with the place that it has in the new order.
     end, packed = 0, []
-    # By old start, which no two segments share.
-    wanted = dict(_packed_targets(segments))
     for start, _, numel in segments:
         mover.move(start, end, numel)
         packed.append((wanted[start], numel))
@@ -36,25 +41,8 @@ def rearrange(flat: torch.Tensor, segments: Sequence[Segment], scratch: int = SC
     # 2. Bring the parts, which have no gaps now, into their new order.
     _permute(mover, packed)
     # 3. Spread out, from the back: each goes to a place that lies behind its own, or at it, and is free.
-    for (start, place), numel in reversed(_final(segments)):
-        mover.move(start, place, numel)
-
-
-def _packed_targets(segments: Sequence[Segment]) -> list[tuple[int, int]]:
-    found, end = [], 0
-    for start, _, numel in sorted(segments, key=lambda s: s[1]):
-        found.append((start, end))
-        end += numel
-    return found
-
-
-def _final(segments: Sequence[Segment]) -> list[tuple[tuple[int, int], int]]:
-    """``(place without gaps, final place), elements``, in the new order."""
-    found, end = [], 0
-    for _, to, numel in sorted(segments, key=lambda s: s[1]):
-        found.append(((end, to), numel))
-        end += numel
-    return found
+    for _, place, to, numel in reversed(ordered):
+        mover.move(place, to, numel)
 
 
 def _permute(mover: _Mover, parts: Sequence[tuple[int, int]]) -> None:

@@ -15,9 +15,11 @@ from typing import Any
 
 import torch
 
+from zerostart.geometry import Loop
 from zerostart.transfer.buffers import page_locked
 from zerostart.transfer.meter import has_streams
 from zerostart.transfer.planning import Part
+from zerostart.transfer.planning.plan import is_one_run
 
 #: Streams that no thread uses now, by device.
 _idle: dict[torch.device, list[torch.Stream]] = {}
@@ -167,7 +169,7 @@ class DeviceStaging(HostStaging):
             return
         source = data[part.at : part.at + part.nbytes]
         # As it is to be: from pinned memory straight to its place, without the buffer on the device.
-        if part.dtype == storage.dtype and is_one_run(part):
+        if part.dtype == storage.dtype and is_one_run(part.loops):
             place = storage[part.to : part.to + part.nbytes // part.dtype.itemsize]
             place.view(torch.uint8).copy_(source, non_blocking=self._pinned)
         elif part.nbytes <= self._nbytes:
@@ -186,12 +188,6 @@ def make_staging(nbytes: int, depth: int, device: torch.device | None) -> HostSt
     return HostStaging(nbytes) if device is None else DeviceStaging(nbytes, depth, device)
 
 
-def is_one_run(part: Part) -> bool:
-    """Whether its elements lie one behind the other, in what was read and where they go."""
-    return not part.loops or (len(part.loops) == 1 and part.loops[0][1:] == (1, 1))
-
-
-Loop = tuple[int, int, int]
 #: Elements on one side of a block, and bytes of a block: small enough for the second-level cache, with
 #: rows long enough for the copies to and from it.
 SIDE, BLOCK = 512, 256 << 10

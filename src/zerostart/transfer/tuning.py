@@ -113,11 +113,6 @@ class Tuning:
         room = max(0, self.limit - self._reader_bytes)
         return min(self.chunk_size, room // EXCHANGE_CHUNKS) // MIN_CHUNK * MIN_CHUNK
 
-    def exchange_bytes(self, chunk_size: int) -> int:
-        """Most host memory beside the destinations where ranks exchange batches of ``chunk_size``."""
-        own = self.threads * self.depth * chunk_size
-        return max(own, EXCHANGE_CHUNKS * chunk_size) + self._reader_bytes
-
     @property
     def _reader_bytes(self) -> int:
         return self.threads * (self.buffer + BOUNCE_BYTES * self.direct)

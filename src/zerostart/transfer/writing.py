@@ -14,8 +14,9 @@ from zerostart.checkpoint.storage.direct import PAGE
 from zerostart.recipe import one_thread
 from zerostart.transfer.buffers import page_locked, release_locked
 from zerostart.transfer.execute import Crew
+from zerostart.transfer.planning.plan import is_one_run
 from zerostart.transfer.planning.writes import Write, WritePlan
-from zerostart.transfer.staging import bytes_view, copy_strided, is_one_run, own_stream
+from zerostart.transfer.staging import bytes_view, copy_strided, own_stream
 
 #: Bytes of a staging buffer beside a chunk, so that it can lie in its pages as the chunk does in the file's.
 SLACK = 2 * PAGE
@@ -87,26 +88,19 @@ def write_out(
     return plan.nbytes
 
 
+@dataclass(frozen=True)
 class _Writing:
-    def __init__(
-        self,
-        plan: WritePlan,
-        storages: Sequence[Source],
-        writer: Writer | None,
-        noted: Noted | None,
-        device: torch.device | None,
-    ) -> None:
-        self._plan = plan
-        self._storages = storages
-        self._writer = writer
-        self._noted = noted
-        self._device = device
+    plan: WritePlan
+    storages: Sequence[Source]
+    writer: Writer | None
+    noted: Noted | None
+    device: torch.device | None
 
     def work(self, writes: Iterator[Write]) -> None:
         """Make writes, one after the other."""
         no_stream = contextlib.nullcontext[torch.Stream | None](None)
-        with torch.no_grad(), no_stream if self._device is None else own_stream(self._device) as stream:
-            room = _Room(self._plan.chunk_size, self._device, stream)
+        with torch.no_grad(), no_stream if self.device is None else own_stream(self.device) as stream:
+            room = _Room(self.plan.chunk_size, self.device, stream)
             try:
                 for write in writes:
                     self._write(write, room)
@@ -115,43 +109,41 @@ class _Writing:
                 room.wait()
 
     def _write(self, write: Write, room: _Room) -> None:
-        if self._writer is None and self._noted is not None and self._note_in_place(write):
-            return
         if there := self._is_there(write):
             # Put together, cast and summed up by the accelerator: fewer bytes to send, and less for the host.
             data = self._data_there(write, room)
             self._note(write, data)
-            if self._writer is None:
+            if self.writer is None:
                 return
-            lead = self._writer.lead(write.name, write.first * write.dtype.itemsize)
+            lead = self.writer.lead(write.name, write.first * write.dtype.itemsize)
             data = room.fetched(data, lead)
         else:
             data = self._data(write, room)
         view, width = bytes_view(data), write.dtype.itemsize
         for first, count, step, rows in write.rows():
-            if self._writer is not None:
+            if self.writer is not None:
                 span = view[first * width : (first + (rows - 1) * step + count) * width]
                 place = (write.first + first) * width
-                self._writer.write_rows(write.name, span, place, count * width, step * width, rows)
+                self.writer.write_rows(write.name, span, place, count * width, step * width, rows)
         if not there:
             self._note(write, data)
 
     def _note(self, write: Write, data: torch.Tensor) -> None:
-        if self._noted is None:
+        if self.noted is None:
             return
         for first, count, step, rows in write.rows():
             seen = data.as_strided((rows, count), (step, 1), int(data.storage_offset()) + first)
-            self._noted(write.name, write.first + first, step, seen)
+            self.noted(write.name, write.first + first, step, seen)
 
     def _is_there(self, write: Write) -> bool:
-        if self._device is None:
+        if self.device is None:
             return False
-        return all(self._storages[part.target].storage.device == self._device for part in write.parts)
+        return all(self.storages[part.target].storage.device == self.device for part in write.parts)
 
     def _data_there(self, write: Write, room: _Room) -> torch.Tensor:
-        if len(write.parts) == 1 and write.count == write.span and is_one_run(write.parts[0]):
+        if len(write.parts) == 1 and write.count == write.span and is_one_run(write.parts[0].loops):
             (part,) = write.parts
-            held = self._storages[part.target].elements(part.to, write.count)
+            held = self.storages[part.target].elements(part.to, write.count)
             if held.dtype == write.dtype:
                 return held
             return room.elements_there(write.span, write.dtype).copy_(held)
@@ -166,36 +158,18 @@ class _Writing:
             loops = [(size, local, far) for size, far, local in part.loops]
             at = part.at // part.dtype.itemsize
             count = 1 + sum((size - 1) * local for size, local, _ in loops)
-            copy_strided(data, at, self._storages[part.target].elements(part.to, count), loops)
-
-    def _note_in_place(self, write: Write) -> bool:
-        found = []
-        for part in write.parts:
-            source, loops = self._storages[part.target], [*part.loops]
-            held = source.storage
-            inner = loops.pop()[0] if loops and loops[-1][1:] == (1, 1) else 1
-            rows, far, local = loops.pop() if loops else (1, inner, inner)
-            if loops or local < inner or source.change is not None:
-                return False
-            if held.dtype != write.dtype:
-                return False
-            seen = held.as_strided((rows, inner), (local, 1), int(held.storage_offset()) + part.to)
-            found.append((write.first + part.at // write.dtype.itemsize, far, seen))
-        assert self._noted is not None, "asked for"
-        for first, step, seen in found:
-            self._noted(write.name, first, step, seen)
-        return True
+            copy_strided(data, at, self.storages[part.target].elements(part.to, count), loops)
 
     def _data(self, write: Write, room: _Room) -> torch.Tensor:
         lead = 0
-        if self._writer is not None:
-            lead = self._writer.lead(write.name, write.first * write.dtype.itemsize)
+        if self.writer is not None:
+            lead = self.writer.lead(write.name, write.first * write.dtype.itemsize)
         if write.direct:
             (part,) = write.parts
-            data = self._storages[part.target].elements(part.to, write.count)
+            data = self.storages[part.target].elements(part.to, write.count)
             # Written, or summed, from where it lies. What goes round the page cache has to lie in its page of
             # memory as in its page of the file, which only ``room`` sees to.
-            if self._writer is None or not self._writer.goes_round(data.nbytes):
+            if self.writer is None or not self.writer.goes_round(data.nbytes):
                 return data
             return room.elements(write.span, write.dtype, lead).copy_(data)
         data = room.elements(write.span, write.dtype, lead)

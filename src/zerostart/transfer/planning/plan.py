@@ -204,7 +204,8 @@ def segments(
         start = copy.start + sum(i * loop[1] for i, loop in zip(indices, outer, strict=True))
         to = copy.to + sum(i * loop[2] for i, loop in zip(indices, outer, strict=True))
         for first, place, loops, count in _cut(start, to, inner, span, rows, options.chunk_size // width):
-            direct = destination.direct and dtype == destination.dtype and _lands(loops, count)
+            row = loops[1:] if count > 1 else loops
+            direct = destination.direct and dtype == destination.dtype and is_one_run(row)
             part = Part(0, dtype, target, place, loops, direct)
             # A single row needs no distance, and merges with its neighbours as a plain span does.
             stride = rows[1] * width if rows is not None and count > 1 else 0
@@ -228,9 +229,9 @@ def _cut(
         yield start + begin * source, to + begin * destination, loops, count
 
 
-def _lands(loops: Sequence[Loop], rows: int) -> bool:
-    within = loops[1:] if rows > 1 else loops
-    return not within or (len(within) == 1 and within[0][1:] == (1, 1))
+def is_one_run(loops: Sequence[Loop]) -> bool:
+    """Return True if the elements follow each other without gaps in the source and in the destination."""
+    return not loops or (len(loops) == 1 and loops[0][1:] == (1, 1))
 
 
 def _dense(loops: Sequence[Loop], width: int, options: PlanOptions) -> tuple[list[Loop], tuple[Loop, ...]]:

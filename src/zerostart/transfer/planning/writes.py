@@ -21,7 +21,7 @@ from zerostart.geometry import Copy, Loop
 from zerostart.geometry.layout import Layout
 from zerostart.recipe import Recipe, torch_dtype
 from zerostart.transfer.planning.join import pull_back
-from zerostart.transfer.planning.plan import Part
+from zerostart.transfer.planning.plan import Part, is_one_run
 
 #: Bytes of a replicated share below which it is not divided further among those who hold it.
 GRAIN = 1 << 20
@@ -68,23 +68,13 @@ class Write:
         if self.count == self.span:
             yield 0, self.span, self.span, 1
             return
-        # Runs of one length at one distance are reported together as long as both hold; the distance is
-        # settled by the first two.
-        every, sizes = self.runs()
-        steps = np.diff(every)
-        if len(every) > 1 and (sizes == sizes[0]).all() and (steps == steps[0]).all():
-            yield int(every[0]), int(sizes[0]), int(steps[0]), len(every)
-            return
-        starts, lengths = every.tolist(), sizes.tolist()
-        begin, step = 0, 0
-        for at in range(1, len(starts) + 1):
-            if at < len(starts) and lengths[at] == lengths[begin]:
-                distance = starts[at] - starts[at - 1]
-                if at == begin + 1 or distance == step:
-                    step = distance
-                    continue
-            yield starts[begin], lengths[begin], step, at - begin
-            begin, step = at, 0
+        starts, lengths = self.runs()
+        steps = np.diff(starts)
+        other = np.concatenate([[False], steps[1:] != steps[:-1]]) | (lengths[1:] != lengths[:-1])
+        breaks = np.flatnonzero(other) + 1
+        for group, (length, *_) in zip(np.split(starts, breaks), np.split(lengths, breaks), strict=True):
+            step = group[1] - group[0] if len(group) > 1 else length
+            yield int(group[0]), int(length), int(step), len(group)
 
     def runs(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Where the unbroken runs begin, relative to ``first``, and how long they are, in elements."""
@@ -182,8 +172,7 @@ def _parts(
 ) -> Iterator[tuple[int, Part]]:
     for start, to, loops in _windows(copy.start + lead, copy.to, copy.loops, size):
         window, at = divmod(start, size)
-        run = not loops or (len(loops) == 1 and loops[0][1:] == (1, 1))
-        yield window, Part(at * dtype.itemsize, dtype, number, to, loops, direct and run)
+        yield window, Part(at * dtype.itemsize, dtype, number, to, loops, direct and is_one_run(loops))
 
 
 def _windows(
@@ -218,15 +207,8 @@ def _write(name: str, dtype: torch.dtype, begin: int, parts: list[Part]) -> Writ
     moved = tuple(
         Part(part.at - low, part.dtype, part.target, part.to, part.loops, part.direct) for part in parts
     )
-    count = sum(_numel(part.loops) for part in parts)
+    count = sum(prod(size for size, _, _ in part.loops) for part in parts)
     return Write(name, dtype, begin + low // width, (high - low) // width, count, moved)
-
-
-def _numel(loops: Iterable[Loop]) -> int:
-    count = 1
-    for size, _, _ in loops:
-        count *= size
-    return count
 
 
 def _runs(part: Part) -> tuple[npt.NDArray[np.int64], int]:
