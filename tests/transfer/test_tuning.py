@@ -11,7 +11,7 @@ from zerostart.checkpoint.storage import RequestCost
 from zerostart.checkpoint.storage.local import LocalFiles
 from zerostart.transfer import Tuning, tune
 from zerostart.transfer.planning import Plan, Read
-from zerostart.transfer.tuning import DEVICE_RING, MIN_CHUNK, RING, STORE_RING
+from zerostart.transfer.tuning import MIN_CHUNK, RING, STORE_RING
 
 MiB = 1 << 20
 COLD = 16 * MiB

@@ -12,7 +12,7 @@ import types
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -37,9 +37,11 @@ class Slot:
     set: Callable[[object], None]
     hidden: bool = False
 
-    def within(self, suffix: str, get: Callable[[], object], put: Callable[[object], None]) -> Slot:
-        """A place inside what lies here."""
-        return Slot(self.path + suffix, get, put, self.hidden)
+    def within(self, suffix: str, get: Callable[[Any], object], put: Callable[[Any, Any], None]) -> Slot:
+        """A place inside what lies here, which ``get`` and ``put`` are given."""
+        return Slot(
+            self.path + suffix, lambda: get(self.get()), lambda new: put(self.get(), new), self.hidden
+        )
 
 
 #: What every module has of its own and registers tensors in.
@@ -61,10 +63,8 @@ def tensor_slots(model: nn.Module) -> Iterator[Slot]:
     own = {id(module) for module in model.modules()}
     seen: dict[int, object] = {}
     for prefix, module in model.named_modules():
-        # A place that is never set: it gives the path only.
-        start = Slot(prefix, lambda: None, lambda _: None)
         # By a list and not by recursion: structures may be deeper than Python's stack.
-        waiting = list(_attributes(module, start, _REGISTERED))
+        waiting = list(_inside(_place_of(module, prefix), module, _REGISTERED))
         while waiting:
             slot = waiting.pop()
             value = slot.get()
@@ -72,7 +72,7 @@ def tensor_slots(model: nn.Module) -> Iterator[Slot]:
                 yield slot
             elif isinstance(value, nn.Module):
                 if id(value) not in own and _first(value, seen):
-                    waiting += _attributes(value, Slot(slot.path, slot.get, slot.set, hidden=True))
+                    waiting += _inside(replace(slot, hidden=True), value)
             # What cannot be changed in place is entered each time it is met: every place that holds it has to
             # be given a new one.
             elif isinstance(value, (tuple, weakref.ref)) or _first(value, seen):
@@ -91,25 +91,26 @@ def _empty(value: object) -> bool:
     return isinstance(value, _ATOMS) or (type(value) in (dict, OrderedDict, list, tuple) and not value)
 
 
-def _inside(slot: Slot, value: object) -> list[Slot]:
-    if isinstance(value, dict):
-        return [*_entries(slot, value), *_state(slot, value)]
-    if isinstance(value, list):
-        return [_item(slot, i) for i, held in enumerate(value) if not _empty(held)] + [*_state(slot, value)]
-    if isinstance(value, tuple):
-        return [_part(slot, i) for i, held in enumerate(value) if not _empty(held)]
+def _place_of(module: nn.Module, path: str) -> Slot:
+    """The place of a registered module, which is never set."""
+    return Slot(path, lambda: module, lambda _: None)
+
+
+def _inside(slot: Slot, value: object, but: frozenset[str] = frozenset()) -> Iterator[Slot]:
+    """The places inside ``value``, which lies in ``slot``; no attributes with the names ``but``."""
     if isinstance(value, weakref.ref):
-        return [] if value() is None else [_referent(slot)]
-    return list(_state(slot, value))
-
-
-def _attributes(module: nn.Module, slot: Slot, but: frozenset[str] = frozenset()) -> Iterator[Slot]:
-    for leaf, held in list(vars(module).items()):
-        if leaf not in but and not _empty(held):
-            path = f".{leaf}" if slot.path else leaf
-            yield slot.within(
-                path, functools.partial(_look, module, leaf), functools.partial(_put, module, leaf)
-            )
+        if value() is not None:
+            yield slot.within("()", lambda held: held(), functools.partial(_refer, slot))
+        return
+    if isinstance(value, (dict, list, tuple)):
+        held: Any = value
+        for key in list(value) if isinstance(value, dict) else range(len(value)):
+            if not _empty(held[key]):
+                yield _item(slot, key)
+    if not isinstance(value, tuple):
+        for leaf, attribute in list(_dictionary(value).items()):
+            if leaf not in but and not _empty(attribute):
+                yield _attribute(slot, leaf)
 
 
 def _dictionary(owner: object) -> dict[str, object]:
@@ -120,56 +121,26 @@ def _dictionary(owner: object) -> dict[str, object]:
     return held
 
 
-def _look(owner: object, leaf: str) -> object:
-    return _dictionary(owner)[leaf]
-
-
-def _put(owner: object, leaf: str, value: object) -> None:
-    _dictionary(owner)[leaf] = value
-
-
-def _state(slot: Slot, value: object) -> Iterator[Slot]:
-    """The attributes of an object."""
-    for leaf, held in list(_dictionary(value).items()):
-        if not _empty(held):
-            yield _attribute(slot, leaf)
-
-
 def _attribute(slot: Slot, leaf: str) -> Slot:
-    return slot.within(
-        f".{leaf}", lambda: _dictionary(slot.get())[leaf], lambda new: _put(slot.get(), leaf, new)
-    )
+    def put(owner: object, new: object) -> None:
+        _dictionary(owner)[leaf] = new
+
+    return slot.within(f".{leaf}" if slot.path else leaf, lambda owner: _dictionary(owner)[leaf], put)
 
 
-def _entries(slot: Slot, value: dict[object, object]) -> Iterator[Slot]:
-    for key, held in list(value.items()):
-        if not _empty(held):
-            yield slot.within(f"[{key!r}]" if isinstance(key, (str, int)) else "[...]", *_entry(slot, key))
+def _item(slot: Slot, key: Any) -> Slot:
+    def put(held: Any, new: object) -> None:
+        if isinstance(held, tuple):
+            made = getattr(type(held), "_make", type(held))  # a named tuple takes its parts one by one
+            slot.set(made([*held[:key], new, *held[key + 1 :]]))
+        else:
+            held[key] = new
+
+    return slot.within(f"[{key!r}]" if isinstance(key, (str, int)) else "[...]", lambda held: held[key], put)
 
 
-def _entry(slot: Slot, key: object) -> tuple[Callable[[], Any], Callable[[object], None]]:
-    return (lambda: slot.get()[key]), (lambda new: slot.get().__setitem__(key, new))
-
-
-def _item(slot: Slot, number: int) -> Slot:
-    return slot.within(f"[{number}]", *_entry(slot, number))
-
-
-def _part(slot: Slot, number: int) -> Slot:
-    def put(new: object) -> None:
-        old = slot.get()
-        parts = [*old[:number], new, *old[number + 1 :]]
-        made = getattr(type(old), "_make", type(old))  # a named tuple takes its parts one by one
-        slot.set(made(parts))
-
-    return slot.within(f"[{number}]", lambda: slot.get()[number], put)
-
-
-def _referent(slot: Slot) -> Slot:
-    def put(new: object) -> None:
-        slot.set(type(slot.get())(new, slot.get().__callback__))
-
-    return slot.within("()", lambda: slot.get()(), put)
+def _refer(slot: Slot, reference: Any, new: object) -> None:
+    slot.set(type(reference)(new, reference.__callback__))
 
 
 @dataclass(frozen=True)
@@ -300,12 +271,8 @@ def _memory(tensor: torch.Tensor) -> int | None:
 
 
 def _tensor(model: nn.Module, name: str) -> torch.Tensor:
-    path, _, leaf = name.rpartition(".")
-    module = model.get_submodule(path)
-    held: Mapping[str, torch.Tensor | None] = (
-        module._parameters if leaf in module._parameters else module._buffers
-    )
-    found = held[leaf]
+    owner, leaf = owner_of(model, name)
+    found = owner._parameters[leaf] if leaf in owner._parameters else owner._buffers[leaf]
     assert found is not None, "a tensor that was registered stays so"
     return found
 
@@ -391,6 +358,19 @@ def replace_tensor(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
         owner._buffers[leaf] = tensor
     else:
         raise KeyError(name)
+
+
+def replace_all(
+    model: nn.Module,
+    named: Iterable[tuple[str, torch.Tensor]],
+    make: Callable[[str, torch.Tensor], torch.Tensor],
+) -> None:
+    """Replace each tensor by what ``make`` gives for its first name, under all its names in ``named``."""
+    made: dict[int, torch.Tensor] = {}
+    for name, tensor in list(named):
+        if id(tensor) not in made:
+            made[id(tensor)] = make(name, tensor)
+        replace_tensor(model, name, made[id(tensor)])
 
 
 def state_names(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:

@@ -14,11 +14,18 @@ from torch import nn
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.checkpoint.source import config_path
 from zerostart.errors import BuildError, ConfigError
-from zerostart.models.aliases import Aliases, recast, replace_tensor, state_names
+from zerostart.models.aliases import Aliases, recast, replace_all, replace_tensor, state_names
 from zerostart.models.initialise import Program, program_of
 from zerostart.models.library import Built, ModelLibrary, Stored
 from zerostart.models.operator_log import OperatorLog
-from zerostart.models.origins import Origins, fill_plain_tensors, keep_dtypes, program_for, resolve_origins
+from zerostart.models.origins import (
+    Origins,
+    buffer_value,
+    fill_plain_tensors,
+    keep_dtypes,
+    program_for,
+    resolve_origins,
+)
 from zerostart.models.registry import described_by_tensors, library_in, library_of, maker_of
 from zerostart.recipe import Coverage, Recipes, Target, matched, symbols_of
 from zerostart.upstream.transformers.models import (
@@ -170,27 +177,23 @@ def set_dtypes(built: Built, stored: dict[str, torch.dtype]) -> None:
     # The first one's dtype is the model's main one: constructors make all in one, and few on purpose in
     # another.
     main = floating[0] if floating else None
-    # By identity, so that tied names stay tied.
-    changed: dict[int, torch.Tensor] = {}
-    for name, tensor, _ in list(state_names(model)):
+    wanted: dict[str, torch.dtype] = {}
+    waiting: list[tuple[str, torch.Tensor]] = []
+    for name, tensor, _ in state_names(model):
         want = built.dtype if built.dtype is not None and tensor.dtype == main else tensor.dtype
         if built.dtype is None and tensor.dtype.is_floating_point:
             want = stored.get(name, tensor.dtype)
-        if want == tensor.dtype or tensor.device.type != "meta":
-            continue
-        if id(tensor) not in changed:
-            changed[id(tensor)] = recast(tensor, want)
-        replace_tensor(model, name, changed[id(tensor)])
+        if want != tensor.dtype and tensor.device.type == "meta":
+            wanted[name] = want
+            waiting.append((name, tensor))
+    replace_all(model, waiting, lambda name, tensor: recast(tensor, wanted[name]))
 
 
 def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
     """Give every floating parameter, on meta, the dtype that an engine would cast all of them to."""
-    changed: dict[int, torch.Tensor] = {}
-    for name, old in list(model.named_parameters(remove_duplicate=False)):
-        if old.dtype.is_floating_point and old.dtype != dtype:
-            if id(old) not in changed:
-                changed[id(old)] = recast(old, dtype)
-            replace_tensor(model, name, changed[id(old)])
+    named = model.named_parameters(remove_duplicate=False)
+    other = [(name, p) for name, p in named if p.dtype.is_floating_point and p.dtype != dtype]
+    replace_all(model, other, lambda _, parameter: recast(parameter, dtype))
 
 
 def let_cast(
@@ -203,17 +206,19 @@ def let_cast(
     put in fp32 instead, as masters of the engine's casts.
     """
     kept = built.library.dtype_plan(built.model, computing)
-    seen: dict[int, nn.Parameter] = {}
-    for name, old in list(built.model.named_parameters(remove_duplicate=False)):
-        own = built.dtype is not None and old.dtype != built.dtype
-        if own or not old.dtype.is_floating_point or any(pattern.search(name) for pattern, _ in kept):
-            continue
-        if id(old) not in seen:
-            new = recast(old, torch.float32) if masters and old.dtype == computing else old
-            assert isinstance(new, nn.Parameter)
-            note(new, computing)
-            seen[id(old)] = new
-        replace_tensor(built.model, name, seen[id(old)])
+
+    def casts(name: str, parameter: torch.Tensor) -> bool:
+        own = built.dtype is not None and parameter.dtype != built.dtype
+        return not own and parameter.is_floating_point() and not any(p.search(name) for p, _ in kept)
+
+    def make(_: str, old: torch.Tensor) -> torch.Tensor:
+        new = recast(old, torch.float32) if masters and old.dtype == computing else old
+        assert isinstance(new, nn.Parameter)
+        note(new, computing)
+        return new
+
+    named = built.model.named_parameters(remove_duplicate=False)
+    replace_all(built.model, ((name, p) for name, p in named if casts(name, p)), make)
 
 
 # Models that have no checkpoint: what their own initialisation does, as programs to be run in shards.
@@ -266,31 +271,22 @@ def fresh_origins(built: Built, aliases: Aliases) -> Origins:
     if not built.logged:
         return resolve_origins(built, Recipes({}, Coverage()), aliases)
     drawn: dict[str, Program] = {}
-    # By identity: a buffer that is registered twice is one afterwards, too.
-    real: dict[int, torch.Tensor] = {}
-    for name, buffer in list(model.named_buffers(remove_duplicate=False)):
-        if id(buffer) not in real:
-            real[id(buffer)] = _value(built, name, buffer, drawn)
-        replace_tensor(model, name, real[id(buffer)])
+
+    def real(name: str, buffer: torch.Tensor) -> torch.Tensor:
+        random = buffer.is_meta and bool(built.log.draws(buffer))
+        if random:
+            program = program_of(buffer, built.log)
+            assert program is not None, "what draws gives values"
+            drawn[name] = program
+        # Empty as far as anybody may ask: its program fills it in its turn among the parameters' draws.
+        return buffer_value(built, name, buffer, random, [])
+
+    replace_all(model, model.named_buffers(remove_duplicate=False), real)
     parameters = {name: program_for(built, name, p) for name, p in model.named_parameters()}
     aliases.follow(model)
     fill_plain_tensors(built, aliases, _refuse_draws(built))
     names = tuple(name for name, _, _ in state_names(model))
     return Origins(dict(parameters), {}, names, 0, drawn)
-
-
-def _value(built: Built, name: str, buffer: torch.Tensor, drawn: dict[str, Program]) -> torch.Tensor:
-    if buffer.device.type != "meta":
-        return buffer
-    if built.log.draws(buffer):
-        program = program_of(buffer, built.log)
-        assert program is not None, "what draws gives values"
-        drawn[name] = program
-    elif any(built.log.writers(buffer)):
-        (value,) = built.log.values([buffer], torch.device("cpu"))
-        return value
-    # Empty as far as anybody may ask: its program fills it in its turn among the parameters' draws.
-    return torch.zeros(buffer.shape, dtype=buffer.dtype, device="cpu")
 
 
 def _refuse_draws(built: Built) -> Callable[[str, torch.Tensor], None]:
@@ -323,11 +319,7 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
 def move_to_meta(model: nn.Module) -> Callable[[], None]:
     """Replace the parameters of ``model`` by meta tensors; return a function that puts them back."""
     old = dict(model.named_parameters(remove_duplicate=False))
-    new: dict[int, torch.Tensor] = {}
-    for name, parameter in old.items():
-        if id(parameter) not in new:
-            new[id(parameter)] = recast(parameter, parameter.dtype)
-        replace_tensor(model, name, new[id(parameter)])
+    replace_all(model, old.items(), lambda _, parameter: recast(parameter, parameter.dtype))
 
     def put_back() -> None:
         for name, parameter in old.items():

@@ -18,6 +18,7 @@ from zerostart.models.aliases import (
     Aliases,
     owner_of,
     recast,
+    replace_all,
     replace_tensor,
     state_names,
     tensor_slots,
@@ -112,14 +113,11 @@ def resolve_origins(built: Built, recipes: Recipes, aliases: Aliases) -> Origins
 
 def keep_dtypes(model: nn.Module, recipes: Recipes) -> None:
     """Give loaded parameters the dtype that the model keeps them in; transformers leaves missing ones."""
-    casts: dict[int, torch.Tensor] = {}
-    for name, tensor, buffer in list(state_names(model)):
-        recipe = recipes.by_name.get(name)
-        if not buffer and recipe is not None and recipe.target.dtype != tensor.dtype:
-            casts.setdefault(id(tensor), recast(tensor, recipe.target.dtype))
-    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
-        if id(parameter) in casts:
-            replace_tensor(model, name, casts[id(parameter)])
+    found = [(name, t, recipes.by_name.get(name)) for name, t, buffer in state_names(model) if not buffer]
+    wanted = {id(t): recipe.target.dtype for _, t, recipe in reversed(found) if recipe is not None}
+    named = model.named_parameters(remove_duplicate=False)
+    other = [(name, p) for name, p in named if wanted.get(id(p), p.dtype) != p.dtype]
+    replace_all(model, other, lambda _, parameter: recast(parameter, wanted[id(parameter)]))
 
 
 def _prepare_buffers(built: Built, recipes: Recipes) -> dict[str, Recipe]:
@@ -133,15 +131,16 @@ def _prepare_buffers(built: Built, recipes: Recipes) -> dict[str, Recipe]:
     sources = {id(t): recipes.by_name[name] for name, t in named if name in recipes.by_name}
     loaded: dict[str, Recipe] = {}
     unknown: list[str] = []
-    real: dict[int, torch.Tensor] = {}
-    for name, buffer in named:
+
+    def real(name: str, buffer: torch.Tensor) -> torch.Tensor:
         recipe = sources.get(id(buffer))
-        if id(buffer) not in real:
-            real[id(buffer)] = value = _value(built, name, buffer, recipe is not None, unknown)
-            if recipe is not None:
-                loaded[name] = recipe
-                built.library.mark_loaded(value)
-        replace_tensor(model, name, real[id(buffer)])
+        value = buffer_value(built, name, buffer, recipe is not None, unknown)
+        if recipe is not None:
+            loaded[name] = recipe
+            built.library.mark_loaded(value)
+        return value
+
+    replace_all(model, named, real)
     if unknown:
         raise BuildError(
             f"the values of {len(unknown)} buffers are lost, since the module came built on the meta device: "
@@ -150,13 +149,16 @@ def _prepare_buffers(built: Built, recipes: Recipes) -> dict[str, Recipe]:
     return loaded
 
 
-def _value(built: Built, name: str, buffer: torch.Tensor, loaded: bool, unknown: list[str]) -> torch.Tensor:
+def buffer_value(
+    built: Built, name: str, buffer: torch.Tensor, filled: bool, unknown: list[str]
+) -> torch.Tensor:
+    """A buffer off meta: empty if it is ``filled`` later, else with the constructor's value, if known."""
     if buffer.device.type != "meta":
         return buffer
-    if not loaded and any(built.log.writers(buffer)):
+    if not filled and any(built.log.writers(buffer)):
         (value,) = built.log.values([buffer], torch.device("cpu"))
         return value
-    if not loaded and built.library.initialiser(built.model) is None:
+    if not filled and built.library.initialiser(built.model) is None:
         unknown.append(name)
     return torch.zeros(buffer.shape, dtype=buffer.dtype, device="cpu")
 
