@@ -11,6 +11,10 @@ from typing import TypeGuard
 
 from zerostart.checkpoint.strict_json import JsonObject
 
+_LAYERS = (
+    *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth"),
+    *("encoder_layers", "decoder_layers", "num_encoder_layers", "num_decoder_layers"),
+)
 #: Names of sizes by what they shrink to; a smaller value stays. The vocabulary is odd on purpose, so that
 #: no even number of ranks divides it; everything else keeps the relations that models check.
 _TINY: Mapping[int, tuple[str, ...]] = {
@@ -42,8 +46,7 @@ _TINY: Mapping[int, tuple[str, ...]] = {
         *("encoder_attention_heads", "decoder_attention_heads", "linear_num_value_heads"),
     ),
     2: (
-        *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth"),
-        *("encoder_layers", "decoder_layers", "num_encoder_layers", "num_decoder_layers"),
+        *_LAYERS,
         *("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_k"),
         *("top_k_experts", "moe_top_k", "n_group", "num_expert_group", "num_expert_groups"),
         *("linear_num_key_heads", "attn_layer_period", "expert_layer_period"),
@@ -54,10 +57,6 @@ _TINY: Mapping[int, tuple[str, ...]] = {
     ),
     0: ("num_kv_shared_layers",),
 }
-_LAYERS = (
-    *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth"),
-    *("encoder_layers", "decoder_layers", "num_encoder_layers", "num_decoder_layers"),
-)
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "multi_query_group_num", "num_global_key_value_heads")
 
 

@@ -8,8 +8,9 @@ tensor is filled and written by itself.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +25,7 @@ from zerostart.checkpoint.write.shards import SaveLayout, plan_shards
 from zerostart.checkpoint.write.staging import Staging
 from zerostart.checkpoint.write.writer import CheckpointWriter
 from zerostart.errors import BuildError, ConfigError, WriteError
+from zerostart.models.libraries.transformers import parts_of
 from zerostart.models.registry import library_of
 from zerostart.models.shrink import tiny
 from zerostart.recipe.dtypes import spelling, torch_dtype
@@ -82,7 +84,9 @@ def synthesise(
     Raises ConfigError or CheckpointError for arguments that make no sense, BuildError if the
     architecture cannot be built, WriteError if writing fails.
     """
-    raw, dropped = _without_quantisation(_read(source))
+    raw = _read(source)
+    # Random weights are written unquantised, so their configuration must not speak of quantisation.
+    dropped = ("quantization_config",) if raw.pop("quantization_config", None) is not None else ()
     config = _configuration(raw, source)
     if size not in (None, "tiny"):
         raise ConfigError(f"size {size!r} is not 'tiny'")
@@ -144,12 +148,6 @@ def _default_fields(model_type: str) -> JsonObject:
     return fields
 
 
-def _without_quantisation(raw: Mapping[str, object]) -> tuple[JsonObject, tuple[str, ...]]:
-    """Random weights are written unquantised, so their configuration must not speak of quantisation."""
-    dropped = tuple(key for key in ("quantization_config",) if raw.get(key) is not None)
-    return {key: value for key, value in raw.items() if key not in dropped}, dropped
-
-
 def _configuration(raw: dict[str, object], source: str | os.PathLike[str]) -> PreTrainedConfig:
     import transformers
 
@@ -169,17 +167,11 @@ def _chosen_dtype(name: str | None, config: object) -> torch.dtype:
         if name not in _DTYPES:
             raise ConfigError(f"dtype {name!r} is not one of {', '.join(_DTYPES)}")
         return _DTYPES[name]
-    for part in _parts(config):
+    for part in parts_of(config):
         stated = getattr(part, "dtype", None)
         if stated is not None:
             return stated if isinstance(stated, torch.dtype) else _DTYPES.get(str(stated), torch.bfloat16)
     return torch.bfloat16
-
-
-def _parts(config: object) -> list[PreTrainedConfig]:
-    """The configuration and the ones nested in it."""
-    nested = (getattr(config, name, None) for name in getattr(config, "sub_configs", ()))
-    return [config, *(part for part in nested if part is not None)]
 
 
 def _model_class(config: PreTrainedConfig) -> type[torch.nn.Module]:
@@ -207,7 +199,7 @@ def _plan(
     kind: type[torch.nn.Module], config: object, dtype: torch.dtype, max_shard_size: int | str
 ) -> tuple[SaveLayout, int]:
     """Layout of the files under hub names and shapes, and the number of elements."""
-    for part in _parts(config):
+    for part in parts_of(config):
         part.dtype = dtype
     try:
         with without_weights(dtype):
@@ -246,7 +238,7 @@ def _fill(writer: CheckpointWriter, noise: Noise) -> None:
 
 
 def _deviation(config: object) -> float:
-    for part in _parts(config):
+    for part in parts_of(config):
         stated = getattr(part, "initializer_range", None)
         if isinstance(stated, float) and stated > 0:
             return stated
@@ -273,8 +265,8 @@ class Noise:
 
     def __init__(self, seed: int, std: float) -> None:
         self._seed = seed
-        self._std = std
-        self._blocks: dict[tuple[str, torch.dtype], memoryview] = {}
+        drawn = np.random.default_rng(seed).standard_normal(_PERIOD, dtype=np.float32)
+        self._normal = torch.from_numpy(drawn).mul_(std)
 
     def content(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Iterator[memoryview]:
         """Bytes of the tensor ``name`` in order, in pieces of at most one block.
@@ -282,41 +274,15 @@ class Noise:
         Matrices and larger are normal; of the rest, what is called a bias is zeros, and so are integers
         and truth values; other vectors and scalars are ones.
         """
-        width = dtype.itemsize
-        left = width
-        for size in shape:
-            left *= size
-        kind = self._kind(name, dtype, len(shape))
-        block = self._block(kind, dtype)
+        digest = hashlib.blake2b(f"{self._seed}/{name}".encode(), digest_size=8).digest()
         # The first piece begins in the middle of the block; the next ones take it from its beginning, over
         # and over.
-        start = self._position(name) * width if kind == "normal" else 0
+        start, left, block = int.from_bytes(digest, "little") % _PERIOD, math.prod(shape), self._normal
+        if not dtype.is_floating_point or len(shape) < 2:
+            one = dtype.is_floating_point and not name.endswith("bias")
+            start, block = 0, torch.full((min(left, _PERIOD),), float(one), device="cpu")
         while left:
-            piece = block[start : start + left]
-            yield piece
-            left -= piece.nbytes
+            piece = block[start : start + left].to(dtype)
+            yield piece.view(torch.uint8).numpy().data
+            left -= piece.numel()
             start = 0
-
-    @staticmethod
-    def _kind(name: str, dtype: torch.dtype, dimensions: int) -> str:
-        if not dtype.is_floating_point:
-            return "zeros"
-        if dimensions >= 2:
-            return "normal"
-        return "zeros" if name.endswith("bias") else "ones"
-
-    def _position(self, name: str) -> int:
-        digest = hashlib.blake2b(f"{self._seed}/{name}".encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "little") % _PERIOD
-
-    def _block(self, kind: str, dtype: torch.dtype) -> memoryview:
-        block = self._blocks.get((kind, dtype))
-        if block is None:
-            if kind == "normal":
-                drawn = np.random.default_rng(self._seed).standard_normal(_PERIOD, dtype=np.float32)
-                values = torch.from_numpy(drawn).mul_(self._std).to(dtype)
-            else:
-                values = torch.full((_PERIOD,), int(kind == "ones"), dtype=dtype, device="cpu")
-            block = values.view(torch.uint8).numpy().data
-            self._blocks[kind, dtype] = block
-        return block

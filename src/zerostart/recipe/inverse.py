@@ -15,7 +15,7 @@ from math import prod
 from zerostart import geometry
 from zerostart.checkpoint.catalog import TensorEntry
 from zerostart.geometry import Box, Copy, Piece, row_major_strides
-from zerostart.geometry.tiling import Strided, tiles
+from zerostart.geometry.tiling import tiles
 from zerostart.recipe.recipe import Recipe
 from zerostart.recipe.values import Computed
 
@@ -52,19 +52,15 @@ def reversal(recipes: Mapping[str, Recipe], stored: Mapping[str, TensorEntry]) -
 
 def _reason(group: Mapping[str, Recipe], stored: Mapping[str, TensorEntry]) -> str | None:
     """Why a group of recipes that share sources cannot be reversed; None where it can."""
-    fragments: dict[str, list[Strided]] = {}
     for name, recipe in group.items():
         if recipe.computed:
             return f"{name} is calculated, and not only moved"
-        for copy in _copies(recipe.pieces, recipe.target.shape):
-            loops = tuple((size, stride) for size, stride, _ in copy.loops)
-            fragments.setdefault(str(copy.source), []).append((copy.start, loops))
-    for source, found in fragments.items():
+    for source, copies in _by_source({n: (r.target.shape, r.pieces) for n, r in group.items()}).items():
         entry = stored.get(source)
         if entry is None or entry.strides is not None:
             return f"{source} is not stored row by row"
         # Twice (a broadcast) or never (a slice that is dropped): neither can be written back.
-        if not tiles(found, entry.numel):
+        if not _tiled(copies, entry.numel):
             return f"not every element of {source} is in the model once"
     return None
 
@@ -83,9 +79,22 @@ def _row_major(recipe: Recipe, stored: Mapping[str, TensorEntry]) -> Recipe:
     return recipe
 
 
-def _copies(pieces: Sequence[Piece], shape: Sequence[int]) -> list[Copy]:
-    box, strides = Box((0,) * len(shape), tuple(shape)), row_major_strides(shape)
-    return [copy for piece in pieces for copy in geometry.copies_between(piece, box, 0, strides)]
+def _by_source(
+    tensors: Mapping[str, tuple[Sequence[int], Sequence[Piece]]],
+) -> dict[str, list[tuple[str, Copy]]]:
+    """The copies that fill tensors, with the names of these, by the source of their elements."""
+    found: dict[str, list[tuple[str, Copy]]] = {}
+    for name, (shape, pieces) in tensors.items():
+        box, strides = Box((0,) * len(shape), tuple(shape)), row_major_strides(shape)
+        for piece in pieces:
+            for copy in geometry.copies_between(piece, box, 0, strides):
+                found.setdefault(str(copy.source), []).append((name, copy))
+    return found
+
+
+def _tiled(copies: Sequence[tuple[str, Copy]], numel: int) -> bool:
+    """True if each of ``numel`` elements is copied once."""
+    return tiles([(c.start, tuple((n, stride) for n, stride, _ in c.loops)) for _, c in copies], numel)
 
 
 def inverted(
@@ -108,20 +117,13 @@ def inverted(
 def _inverted(
     files: Mapping[str, tuple[Sequence[int], Sequence[Piece]]], shapes: Mapping[str, Sequence[int]]
 ) -> dict[str, tuple[Piece, ...]] | None:
-    # 1. By target: which file has which of its elements.
-    taken: dict[str, list[tuple[str, Copy]]] = {}
-    for name, (shape, pieces) in files.items():
-        for copy in _copies(pieces, shape):
-            taken.setdefault(str(copy.source), []).append((name, copy))
     found: dict[str, tuple[Piece, ...]] = {}
-    for target, copies in taken.items():
+    for target, copies in _by_source(files).items():
         shape = tuple(shapes[target])
-        fragments = [(c.start, tuple((n, stride) for n, stride, _ in c.loops)) for _, c in copies]
-        # 2. Each element exactly once, over all files of the group.
-        if not tiles(fragments, prod(shape)):
+        if not _tiled(copies, prod(shape)):
             return None
         try:
-            # 3. As pieces of one long row, which is then given the target's shape.
+            # As pieces of one long row, which is then given the target's shape.
             pieces = [p for name, copy in copies for p in _backwards(copy, name, prod(files[name][0]))]
             found[target] = geometry.reshape(pieces, (prod(shape),), shape)
         except ValueError:

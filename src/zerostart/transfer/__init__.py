@@ -1,25 +1,20 @@
 """Executing a plan: storage, reads by a small thread pool, staging where a read cannot land in place."""
 
-from zerostart.checkpoint.memory import MemoryReader
-from zerostart.checkpoint.storage import Reader, Rows
+from zerostart.checkpoint.storage import Rows
 from zerostart.checkpoint.storage.reader import FileReader
 from zerostart.transfer.buffers import Arena, page_locked
 from zerostart.transfer.execute import Progress, execute
 from zerostart.transfer.meter import PeakMeter
-from zerostart.transfer.staging import bytes_view
 from zerostart.transfer.tuning import MIN_CHUNK, Tuning, tune
 
 __all__ = [
     "MIN_CHUNK",
     "Arena",
     "FileReader",
-    "MemoryReader",
     "PeakMeter",
     "Progress",
-    "Reader",
     "Rows",
     "Tuning",
-    "bytes_view",
     "execute",
     "page_locked",
     "tune",

@@ -8,7 +8,6 @@ import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -151,8 +150,7 @@ class Transformers(ModelLibrary):
         )
         plain = converter is None and built.quantizer is None
         symbols = dequantised_symbols(catalog, targets) if plain else symbols_of(catalog)
-        made = convert(built.model, mapping, symbols, targets)
-        return assembled(made.tensors, targets, made.unexpected, made.converted, made.used)
+        return convert(built.model, mapping, symbols, targets)
 
     def revert(self, model: nn.Module, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Under hub names and shapes."""
@@ -335,39 +333,27 @@ def _named_dtype(value: object) -> torch.dtype | None:
     return found if isinstance(found, torch.dtype) else None
 
 
+def parts_of(config: PreTrainedConfig) -> list[PreTrainedConfig]:
+    """The configuration and those of its parts, such as a model's vision and text."""
+    nested = (getattr(config, name, None) for name in getattr(config, "sub_configs", ()))
+    return [config, *(part for part in nested if part is not None)]
+
+
 def _with_dtype(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedConfig:
-    config.dtype = dtype
-    # Composite models (vision and text) build their parts from configurations of their own.
-    for name in getattr(config, "sub_configs", {}):
-        sub = getattr(config, name, None)
-        if sub is not None:
-            sub.dtype = dtype
+    for part in parts_of(config):
+        part.dtype = dtype
     return config
 
 
 # Conversions follow the library's own driver, ``convert_and_load_state_dict_in_model``: keys in natural
 # order; all renamings in turn, then at most one converter; a key that the mapping leads astray is kept under
 # its own name; a fresh converter for each target.
-@dataclass(frozen=True)
-class Converted:
-    """What a conversion gives."""
-
-    #: By the model's names.
-    tensors: dict[str, SymbolicTensor]
-    #: Checkpoint names that lead nowhere.
-    unexpected: list[str]
-    #: Names that are not merely renamed.
-    converted: frozenset[str]
-    #: The library's conversions that matched, for its way back at saving.
-    used: tuple[object, ...]
-
-
 def convert(
     model: torch.nn.Module,
     mapping: Sequence[WeightTransform],
     symbols: Mapping[str, SymbolicTensor],
     targets: Mapping[str, Target],
-) -> Converted:
+) -> Recipes:
     """Run ``mapping`` on ``symbols`` for ``model``, which has the state-dict names of ``targets``.
 
     Raises ConversionError where an operation fails.
@@ -384,7 +370,7 @@ def convert(
             else:
                 unexpected.append(name)
     used = tuple(transform for transform in mapping if transform.was_used())
-    return Converted(tensors, unexpected, frozenset(converted), used)
+    return assembled(tensors, targets, unexpected, frozenset(converted), used)
 
 
 def _assign(

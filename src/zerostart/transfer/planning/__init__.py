@@ -9,8 +9,6 @@ from zerostart.transfer.planning.plan import (
     Plan,
     PlanOptions,
     Read,
-    SharedReads,
-    Step,
 )
 
 __all__ = [
@@ -22,8 +20,6 @@ __all__ = [
     "PlanOptions",
     "Read",
     "Share",
-    "SharedReads",
-    "Step",
     "count_reads",
     "join",
 ]
