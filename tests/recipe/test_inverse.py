@@ -9,7 +9,6 @@ import torch
 
 from zerostart import geometry
 from zerostart.checkpoint.catalog import TensorEntry
-from zerostart.errors import BuildError
 from zerostart.geometry.tiling import Strided, tiles
 from zerostart.recipe import Recipe, SymbolicTensor, Target
 from zerostart.recipe.inverse import inverted, reversal
@@ -146,8 +145,3 @@ def test_patterns_stand_for_themselves() -> None:
     assert left.unexpected == ()
     assert left.ignored == ("Head.BIAS", "a.b.a", "old.bias")
     assert coverage.ignoring([], []) == coverage
-
-
-def test_what_is_no_pattern_is_named() -> None:
-    with pytest.raises(BuildError, match=r"'\(open', which is not a regular expression"):
-        Coverage(("a",), ()).ignoring(["(open"], [])

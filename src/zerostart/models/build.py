@@ -111,8 +111,6 @@ def _called(make: type[nn.Module] | Callable[[], nn.Module], stored: Stored) -> 
         )
     name = getattr(make, "__name__", repr(make))
     made, log = _made(make, lambda: without_weights(torch.get_default_dtype()), name)
-    if not isinstance(made, nn.Module):
-        raise ConfigError(f"model={name} returned a {type(made).__name__}, not a torch.nn.Module")
     check_built(made)
     library = library_of(made)
     return Built(made, log, library.whole_dtype(made, stored, False), True, library)
@@ -132,7 +130,7 @@ def _given(model: nn.Module, stored: Stored) -> Built:
 
 def _made(
     make: Callable[[], Any], context: Callable[[], AbstractContextManager[None]], name: str
-) -> tuple[Any, OperatorLog]:
+) -> tuple[nn.Module, OperatorLog]:
     """Call ``make`` inside ``context``, and log its operators.
 
     A constructor of transformers' models that is the first to import that library runs again: they need
@@ -146,7 +144,9 @@ def _made(
         if before or not is_imported():
             raise
     else:
-        if before or not (isinstance(made, nn.Module) and any(map(is_pretrained, made.modules()))):
+        if not isinstance(made, nn.Module):
+            raise ConfigError(f"model={name} returned a {type(made).__name__}, not a torch.nn.Module")
+        if before or not any(map(is_pretrained, made.modules())):
             return made, log
     return _made(make, context, name)
 
@@ -245,11 +245,7 @@ def build_fresh(model: object, asked: torch.dtype | None, dtype: torch.dtype | N
         return Built(model, OperatorLog(), dtype, False, library_of(model))
     make, own = maker_of(model, asked)
     name, state = getattr(make, "__name__", repr(make)), torch.get_rng_state()
-    made, log = _made(
-        make, lambda: without_weights(asked or own or torch.get_default_dtype(), is_initialised=True), name
-    )
-    if not isinstance(made, nn.Module):
-        raise ConfigError(f"model={name} returned a {type(made).__name__}, not a torch.nn.Module")
+    made, log = _made(make, lambda: without_weights(asked or own or torch.get_default_dtype(), is_initialised=True), name)
     # On meta draws leave the generator alone; so whoever has moved it has drawn real numbers, or seeded.
     if not torch.equal(state, torch.get_rng_state()):
         torch.set_rng_state(state)

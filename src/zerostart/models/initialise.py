@@ -56,6 +56,8 @@ _FACTORIES: dict[object, Callable[[torch.Tensor], object]] = {
     aten.randn.default: lambda t: t.normal_(),
     aten.rand.default: lambda t: t.uniform_(),
 }
+#: Calls that write every element, and are run chunk by chunk.
+_WHOLE = {*_FACTORIES, *_RANDOM, *_CONSTANT}
 
 
 @dataclass(frozen=True)
@@ -176,7 +178,10 @@ def program_of(meta: torch.Tensor, log: OperatorLog) -> Program | None:
         steps.append((at, op))
         # What writes every element makes all steps before it void; they may still have drawn (``_discard``).
         if op.func in _FACTORIES or op.overwritten is not None:
-            steps, chunked = [(at, op)], op.func in _FACTORIES or _in_chunks(op)
+            steps, chunked = (
+                [(at, op)],
+                op.func in {*_FACTORIES, *_RANDOM, *_CONSTANT} or _is_constant_copy(op),
+            )
         elif not _by_element(op, meta):
             chunked = False
     if not any(op.func not in (aten.empty.memory_format, aten.empty_like.default) for _, op in steps):
@@ -212,14 +217,6 @@ def _counts(total: int) -> Iterator[int]:
         total -= count
 
 
-def _covers(tensor: torch.Tensor, meta: torch.Tensor) -> bool:
-    return tensor.numel() == meta.numel() and tensor.is_contiguous() and tensor.storage_offset() == 0
-
-
-def _in_chunks(op: Op) -> bool:
-    return op.func in _RANDOM or op.func in _CONSTANT or _is_constant_copy(op)
-
-
 def _is_constant_copy(op: Op) -> bool:
     return op.func is aten.copy_.default and op.args[1].device.type != "meta"
 
@@ -231,7 +228,8 @@ def _by_element(op: Op, meta: torch.Tensor) -> bool:
     scalars = all(
         not isinstance(a, torch.Tensor) or (a.device.type != "meta" and a.numel() == 1) for a in op.args[1:]
     )
-    return op.func in _ELEMENTWISE and scalars and _covers(written, meta)
+    covers = written.numel() == meta.numel() and written.is_contiguous() and written.storage_offset() == 0
+    return op.func in _ELEMENTWISE and scalars and covers
 
 
 def _apply(op: Op, chunk: torch.Tensor, start: int) -> None:

@@ -228,8 +228,7 @@ class OperatorLog(TorchDispatchMode):
         tensor that nothing in the log makes.
         """
         steps, settled = self._leading_to(wanted)
-        replay = _Replay(device)
-        replay.allocate(settled)
+        replay = _Replay(device, settled)
         for at, op in steps:
             # The generator is put where it was in the unsharded model, just before the call that draws.
             if states is not None and at in states:
@@ -272,16 +271,11 @@ class OperatorLog(TorchDispatchMode):
 class _Replay:
     """Runs logged calls on real storages; a meta tensor stands for the same view of the real storage."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, sizes: Mapping[int, int]) -> None:
         self._device = device
         self._storages: dict[int, torch.UntypedStorage] = {}
-
-    def allocate(self, sizes: Mapping[int, int]) -> None:
-        """Give storages, by key, room of so many bytes."""
-        for key, nbytes in sizes.items():
-            self._storages[key] = torch.empty(
-                nbytes, dtype=torch.uint8, device=self._device
-            ).untyped_storage()
+        for key, nbytes in sizes.items():  # overwritten before they are read
+            self._storages[key] = torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
 
     def real(self, tensor: torch.Tensor) -> torch.Tensor:
         """The real tensor that ``tensor`` stands for."""

@@ -129,23 +129,11 @@ def _read(source: str | os.PathLike[str]) -> JsonObject:
         return found
     name = os.fspath(source)
     if name in transformers.CONFIG_MAPPING:
-        return _default_fields(name)
+        return {"model_type": name}
     raise ConfigError(
         f"{name}: neither a configuration file, nor a directory with a {CONFIG_NAME}, nor a model type of "
         f"transformers {transformers.__version__}"
     )
-
-
-def _default_fields(model_type: str) -> JsonObject:
-    import transformers
-
-    try:
-        fields: JsonObject = transformers.AutoConfig.for_model(model_type).to_dict()
-    except Exception as error:  # configurations validate themselves, each in its own way
-        raise ConfigError(
-            f"{model_type} has no usable default configuration ({error}); give a configuration file instead"
-        ) from error
-    return fields
 
 
 def _configuration(raw: dict[str, object], source: str | os.PathLike[str]) -> PreTrainedConfig:

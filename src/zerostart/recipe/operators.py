@@ -287,11 +287,6 @@ def _fill(t: Value, value: Any) -> Value:
     return expand(cast(value, t.dtype), t.shape)
 
 
-@_handles(aten.index_select.default)
-def _index_select(t: Value, dim: int, index: Value) -> Value:
-    return _take(t, _dim(t, dim), index)
-
-
 @_handles(aten.index.Tensor)
 def _index(t: Value, indices: Sequence[Value | None]) -> Value:
     given = [dim for dim, index in enumerate(indices) if index is not None]
@@ -311,9 +306,10 @@ def _value(t: Value) -> torch.Tensor | None:
     return source.value
 
 
+@_handles(aten.index_select.default)
 def _take(t: Value, dim: int, index: Value) -> Value:
     """Rows in the order of a constant index, as runs of rows."""
-    values = _value(index)
+    dim, values = _dim(t, dim), _value(index)
     if values is None:
         return computed(aten.index_select.default, t, dim, index)
     rows = range(t.shape[dim])

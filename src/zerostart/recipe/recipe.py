@@ -9,7 +9,7 @@ from difflib import get_close_matches
 
 import torch
 
-from zerostart.errors import BuildError, CoverageError
+from zerostart.errors import CoverageError
 from zerostart.geometry import Piece
 from zerostart.recipe.values import Computed
 
@@ -100,10 +100,7 @@ class Coverage:
     ignored: tuple[str, ...] = ()
 
     def ignoring(self, missing: Iterable[str], unexpected: Iterable[str]) -> Coverage:
-        """Without the names that match the model's own patterns (regular expressions, searched).
-
-        Raises BuildError for what is not a regular expression.
-        """
+        """Without the names that match the model's own patterns (regular expressions, searched)."""
         lost, kept_missing = _partition(self.missing, missing)
         extra, kept_unexpected = _partition(self.unexpected, unexpected)
         return Coverage(kept_missing, kept_unexpected, self.mismatched, (*self.ignored, *lost, *extra))
@@ -136,47 +133,27 @@ class Coverage:
         return f"{name} (the checkpoint has {close[0]})" if close else name
 
     def _remedy(self, converted: bool) -> str:
+        lenient = ", or pass strict=False to initialise what is missing and to ignore what is unexpected."
         if converted:
-            return (
-                "What the converter returns has to have the model's names and shapes"
-                + (
-                    ""
-                    if self.mismatched
-                    else ", or pass strict=False to initialise what is missing and to ignore "
-                    "what is unexpected"
-                )
-                + "."
-            )
+            rest = "." if self.mismatched else lenient
+            return f"What the converter returns has to have the model's names and shapes{rest}"
         if self.mismatched:
             return (
                 "Shapes must agree: check that the model's configuration is the one of this checkpoint, "
                 "or pass a converter."
             )
-        return (
-            "Check that the checkpoint is of this architecture, pass a converter, or pass strict=False to "
-            "initialise what is missing and to ignore what is unexpected."
-        )
+        return f"Check that the checkpoint is of this architecture, pass a converter{lenient}"
 
 
 def _partition(names: Sequence[str], patterns: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Names that a pattern matches, and the others."""
     # Each by itself: flags and references to groups do not survive being joined.
-    compiled = [_compiled(pattern) for pattern in patterns]
+    compiled = [re.compile(pattern) for pattern in patterns]
     matched = {name for name in names if any(pattern.search(name) for pattern in compiled)}
     return (
         tuple(name for name in names if name in matched),
         tuple(name for name in names if name not in matched),
     )
-
-
-def _compiled(pattern: str) -> re.Pattern[str]:
-    try:
-        return re.compile(pattern)
-    except re.error as error:
-        raise BuildError(
-            f"the model ignores names by the pattern {pattern!r}, which is not a regular expression: "
-            f"{error}; correct the class"
-        ) from error
 
 
 def _listed(kind: str, shown: Sequence[str], of: Sequence[str] | None = None) -> list[str]:

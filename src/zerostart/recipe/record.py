@@ -113,9 +113,6 @@ def write(cls: SymbolClass, func: OpOverload, args: Arguments, kwargs: Keywords)
         return _given_back(func, args, kwargs)
     # 2. Weights cannot go into memory that is not symbolic: nothing would follow them from there.
     outside = [t for t in written if not isinstance(t, cls)]
-    if outside and not any(t.numel() for t in written):
-        on_meta(cls, func, args, kwargs)  # refuses what torch would refuse
-        return _given_back(func, args, kwargs)  # and nothing goes anywhere
     if outside:
         raise refusal(
             f"the conversion of {names_of(args)} writes them ({func}) into a tensor that torch did "

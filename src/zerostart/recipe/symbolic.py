@@ -82,19 +82,7 @@ def constants_become_real() -> Iterator[None]:
 
 
 def _become_real(tensor: SymbolicTensor) -> None:
-    """The object stays, and who shares its memory does."""
-    swap: Any = torch.utils.swap_tensors
-    try:
-        swap(tensor, _real(tensor))
-    except RuntimeError as error:
-        raise refusal(
-            "a conversion keeps a tensor in a place that cannot be traced (a graph of autograd, "
-            f"or behind a weak reference); create the tensor where it is used ({error})"
-        ) from error
-
-
-def _real(tensor: SymbolicTensor) -> torch.Tensor:
-    """A constant as an ordinary tensor, with what Python code has noted on it."""
+    """The object stays, and so do those that share its memory, and what Python code has noted on it."""
     real = tensor.elements
     assert real is not None, "a constant has elements"
     # What scripts hang on tensors goes along; what makes a tensor symbolic does not.
@@ -102,7 +90,16 @@ def _real(tensor: SymbolicTensor) -> torch.Tensor:
     if noted.pop("_is_param", False):
         real = torch.nn.Parameter(real, tensor.requires_grad)
     real.__dict__.update(noted)
-    return real.requires_grad_(tensor.requires_grad) if tensor.is_leaf else real
+    if tensor.is_leaf:
+        real.requires_grad_(tensor.requires_grad)
+    swap: Any = torch.utils.swap_tensors
+    try:
+        swap(tensor, real)
+    except RuntimeError as error:
+        raise refusal(
+            "a conversion keeps a tensor in a place that cannot be traced (a graph of autograd, "
+            f"or behind a weak reference); create the tensor where it is used ({error})"
+        ) from error
 
 
 class SymbolicTensor(torch.Tensor):

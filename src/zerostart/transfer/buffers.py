@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import mmap
 import os
 import sys
@@ -166,9 +167,6 @@ class Arena:
     def take(self, place: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """The reserved tensor: 1-D, ``numel`` elements of ``dtype``, uninitialised."""
         if self._buffer is None:
-            # Not kept as a bound method of its own: the buffer would outlive the arena, in a cycle.
-            self._buffer = (self._allocate or self._plain)(self._size)
+            make = self._allocate or functools.partial(torch.empty, dtype=torch.uint8, device=self.device)
+            self._buffer = make(self._size)
         return self._buffer[place : place + numel * dtype.itemsize].view(dtype)
-
-    def _plain(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 
@@ -144,8 +144,12 @@ def execute_together(
     fitted = tuning.suited(plan)
     before = progress.done
     # Ranks synchronise while they read, so that no collective times out and a failure is seen early.
-    meet = None if world.size == 1 or not plan.storage.worth_exchanging else _make_meet(world)
-    execute(plan, storages, progress, fitted.threads, reader, fitted.depth, meet)
+    meets = world.size > 1 and plan.storage.worth_exchanging
+
+    def meet(has_ended: bool) -> bool:
+        return all(world.all_gather_object(has_ended, _READING))
+
+    execute(plan, storages, progress, fitted.threads, reader, fitted.depth, meet if meets else None)
     own = progress.done - before
     planned = plan.read_bytes - sum(r.nbytes for shared in plan.shared for r in shared.reads)
     stats = TransferStats(own, planned)
@@ -160,13 +164,6 @@ def execute_together(
         )
     words = [fitted.describe(reader), *([str(strategy)] if strategy is not None else [])]
     return replace(stats, how="; ".join(words))
-
-
-def _make_meet(world: World) -> Callable[[bool], bool]:
-    def meet(has_ended: bool) -> bool:
-        return all(world.all_gather_object(has_ended, _READING))
-
-    return meet
 
 
 class _Rounds:

@@ -109,7 +109,9 @@ class _Writing:
                 room.wait()
 
     def _write(self, write: Write, room: _Room) -> None:
-        if there := self._is_there(write):
+        stores = {self.storages[part.target].storage.device for part in write.parts}
+        there = self.device is not None and stores == {self.device}
+        if there:
             # Put together, cast and summed up by the accelerator: fewer bytes to send, and less for the host.
             data = self._data_there(write, room)
             self._note(write, data)
@@ -134,11 +136,6 @@ class _Writing:
         for first, count, step, rows in write.rows():
             seen = data.as_strided((rows, count), (step, 1), int(data.storage_offset()) + first)
             self.noted(write.name, write.first + first, step, seen)
-
-    def _is_there(self, write: Write) -> bool:
-        if self.device is None:
-            return False
-        return all(self.storages[part.target].storage.device == self.device for part in write.parts)
 
     def _data_there(self, write: Write, room: _Room) -> torch.Tensor:
         if len(write.parts) == 1 and write.count == write.span and is_one_run(write.parts[0].loops):
