@@ -236,9 +236,11 @@ class _Rounds:
     def _begin(
         self, step: tuple[Group, list[Batch]], room: torch.Tensor, pool: ThreadPoolExecutor
     ) -> list[Future[None]]:
-        batch = _own_batch(step, self._world.rank)
-        if batch is None:
+        group, one_round = step
+        turn = group.index(self._world.rank) if one_round else 0
+        if turn >= len(one_round):
             return []
+        batch = one_round[turn]
         self._planned += batch.nbytes
         view, at, parts = bytes_view(room), 0, []
         part = max(MIN_PART_BYTES, -(-batch.nbytes // self._threads))
@@ -286,12 +288,6 @@ class _Rounds:
                 staging.put(part, room[at : at + read.nbytes], self._storages[part.target])
             at += read.nbytes
         self._progress.advance(batch.nbytes)
-
-
-def _own_batch(step: tuple[Group, list[Batch]], rank: int) -> Batch | None:
-    group, one_round = step
-    place = group.index(rank) if one_round else 0
-    return one_round[place] if place < len(one_round) else None
 
 
 def _wait_for_reads(reading: Sequence[Future[None]]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -98,8 +97,7 @@ class _Writing:
 
     def work(self, writes: Iterator[Write]) -> None:
         """Make writes, one after the other."""
-        no_stream = contextlib.nullcontext[torch.Stream | None](None)
-        with torch.no_grad(), no_stream if self.device is None else own_stream(self.device) as stream:
+        with torch.no_grad(), own_stream(self.device or torch.device("cpu")) as stream:
             room = _Room(self.plan.chunk_size, self.device, stream)
             try:
                 for write in writes:

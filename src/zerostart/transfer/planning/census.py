@@ -19,7 +19,6 @@ from zerostart.geometry.layout import Layout
 from zerostart.recipe import Computed, Recipe
 from zerostart.transfer.planning.join import computations, pull_back
 from zerostart.transfer.planning.plan import (
-    Computation,
     Destination,
     Numbers,
     PlanOptions,
@@ -80,22 +79,6 @@ class _Kind:
         return np.stack([place.ravel(), *(np.tile(column, len(self.sources)) for column in rest)])
 
 
-@dataclass
-class _Computed:
-    """The reads of one rank's computations, and the ``memory`` that each takes while it runs."""
-
-    nbytes: int = 0
-    reads: int = 0
-    staged: bool = False
-    memory: list[int] = field(default_factory=list)
-
-    def add(self, computation: Computation) -> None:
-        self.nbytes += sum(read.nbytes for read in computation.reads)
-        self.reads += len(computation.reads)
-        self.staged |= any(not read.direct for read in computation.reads)
-        self.memory.append(computation.nbytes)
-
-
 class _Census:
     """Gathers shares by kind, and what has to be computed, which is planned one by one."""
 
@@ -104,7 +87,8 @@ class _Census:
         self._options = options
         self._number = {rank: number for number, rank in enumerate(ranks)}
         self._kinds: dict[Hashable, _Kind] = {}
-        self._computed = [_Computed() for _ in ranks]
+        #: By rank: what each of its computations reads, and the memory that it takes while it runs.
+        self._computed: list[list[Count]] = [[] for _ in ranks]
         # More than a chunk between files, so that nothing is merged across their ends.
         ends = np.cumsum(np.array([0, *catalog.sizes], np.int64) + options.chunk_size + 1).tolist()
         self._files, self._line = ends[:-1], ends[-1]
@@ -149,7 +133,10 @@ class _Census:
                     place = (self._number[rank], number[source], offset - base)
                     rows.append((*place, nbytes, part.direct, count))
             for computation in computations(self._tensors, to_compute, 0, self._options):
-                self._computed[self._number[rank]].add(computation)
+                reads = computation.reads
+                staged = any(not read.direct for read in reads)
+                taken = Count(sum(read.nbytes for read in reads), len(reads), staged, computation.nbytes)
+                self._computed[self._number[rank]].append(taken)
         return np.array(rows, np.int64).reshape(-1, 6).T
 
     def counts(self, threads: int) -> list[Count]:
@@ -171,11 +158,11 @@ class _Census:
         staged = np.bincount(place[direct == 0] // self._line, minlength=world) > 0
         return [
             Count(
-                of_rank + computed.nbytes,
-                number + computed.reads,
-                through_buffer or computed.staged,
+                of_rank + sum(one.nbytes for one in computed),
+                number + sum(one.reads for one in computed),
+                through_buffer or any(one.staged for one in computed),
                 # At worst the largest computations run at once, one on each thread.
-                sum(sorted(computed.memory, reverse=True)[:threads]),
+                sum(sorted((one.scratch for one in computed), reverse=True)[:threads]),
             )
             for of_rank, number, through_buffer, computed in zip(
                 np.diff(total).tolist(),
