@@ -225,11 +225,12 @@ def _by_element(op: Op, meta: torch.Tensor) -> bool:
     written = op.args[0]
     if op.func in _CONSTANT and written.is_contiguous():
         return True  # a part, such as the row of a padding index
-    scalars = all(
+    if op.func not in _ELEMENTWISE:
+        return False
+    covers = written.numel() == meta.numel() and written.is_contiguous() and written.storage_offset() == 0
+    return covers and all(
         not isinstance(a, torch.Tensor) or (a.device.type != "meta" and a.numel() == 1) for a in op.args[1:]
     )
-    covers = written.numel() == meta.numel() and written.is_contiguous() and written.storage_offset() == 0
-    return op.func in _ELEMENTWISE and scalars and covers
 
 
 def _apply(op: Op, chunk: torch.Tensor, start: int) -> None:
