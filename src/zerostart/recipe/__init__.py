@@ -1,4 +1,4 @@
-"""Recipes: which checkpoint elements make up each model parameter, and what neither side accounts for."""
+"""Recipes: the checkpoint elements of each model parameter, and the names without a counterpart."""
 
 from zerostart.recipe import operators as _operators  # noqa: F401  # registers the operators
 from zerostart.recipe.dtypes import main_dtype, spelling, torch_dtype

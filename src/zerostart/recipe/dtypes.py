@@ -1,4 +1,4 @@
-"""The element types of checkpoint files as torch dtypes."""
+"""Element types of checkpoint files as torch dtypes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _SPELLING = {dtype: name for name, dtype in _TORCH.items()}
 
 
 def torch_dtype(name: str, tensor: str = "") -> torch.dtype:
-    """The torch dtype of the safetensors spelling ``name``.
+    """Return the torch dtype of a safetensors type.
 
     Raises CheckpointError for a type that torch has no whole-byte elements for (``F4``, ``F6``).
     """
@@ -48,10 +48,9 @@ def torch_dtype(name: str, tensor: str = "") -> torch.dtype:
 
 
 def spelling(dtype: torch.dtype, tensor: str = "") -> str:
-    """The safetensors spelling of a torch dtype.
+    """Return the safetensors type of a torch dtype.
 
-    Raises ConfigError for one that these files have no name for (``complex128``, quantised ones), which
-    ``tensor`` has.
+    Raises ConfigError, with the name ``tensor``, for a dtype without one (``complex128``, quantised ones).
     """
     try:
         return _SPELLING[dtype]
@@ -63,7 +62,7 @@ def spelling(dtype: torch.dtype, tensor: str = "") -> str:
 
 
 def holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
-    """Whether every value of ``narrow`` has one of its own in ``wide``, so that the cast loses nothing."""
+    """Return True if casting ``narrow`` to ``wide`` loses nothing."""
     if wide == narrow or narrow is torch.bool:
         return True
     if wide is torch.bool or narrow.is_complex or wide.is_complex:
@@ -84,7 +83,7 @@ def holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
 
 
 def main_dtype(entries: Iterable[TensorEntry | Assembled]) -> torch.dtype | None:
-    """The floating dtype that most elements are stored in, None if there is no floating tensor.
+    """Return the floating dtype of most elements; None if no tensor is floating.
 
     Raises CheckpointError for a dtype that torch does not have.
     """

@@ -1,8 +1,8 @@
-"""Recipes the other way: which tensors of a checkpoint a model's tensors can be put back into.
+"""Invert recipes, to write a model's tensors back into a checkpoint.
 
-A recipe can be reversed where its elements are only moved, and where it, with the recipes that share its
-sources, takes every element of these exactly once. Then the copies that it plans for a load are the copies of
-a save. All is decided on integers, whole groups of tensors that hang together at a time.
+A recipe is reversible if it only moves elements, and if all recipes of its sources together use each source
+element exactly once. The copies planned for a load then serve as the copies of a save. Decisions need only
+integers. Recipes that share a source are reversed together or not at all.
 """
 
 from __future__ import annotations
@@ -19,22 +19,21 @@ from zerostart.geometry.tiling import tiles
 from zerostart.recipe.recipe import Recipe
 from zerostart.recipe.values import Computed
 
-#: Most pieces into which one tensor is cut on its way back.
+#: Maximum number of pieces into which an inverted tensor is cut.
 MOST_PIECES = 1 << 14
 
 
 @dataclass(frozen=True)
 class Reversal:
-    """Recipes that can be taken backwards, by target; and why the others cannot."""
+    """Reversible recipes by target, and the reasons why the others are not reversible."""
 
     recipes: Mapping[str, Recipe]
     reasons: Mapping[str, str]
 
 
 def reversal(recipes: Mapping[str, Recipe], stored: Mapping[str, TensorEntry]) -> Reversal:
-    """Which of ``recipes``, by their targets' names, can be taken backwards into the tensors ``stored``."""
-    # Groups of targets that share sources are reversed together or not at all: a source is whole only when
-    # all who have elements of it give them back.
+    """Find the recipes that can be reversed into the tensors ``stored``."""
+    # A source is complete only if all targets that use it give its elements back.
     plain = {name: _row_major(recipe, stored) for name, recipe in recipes.items()}
     reasons: dict[str, str] = {}
     kept: dict[str, Recipe] = {}
@@ -46,12 +45,12 @@ def reversal(recipes: Mapping[str, Recipe], stored: Mapping[str, TensorEntry]) -
             kept.update({name: plain[name] for name in group})
         else:
             reasons.update(dict.fromkeys(group, reason))
-    # In the order in which they came.
+    # Keep the order of ``recipes``.
     return Reversal({name: kept[name] for name in recipes if name in kept}, reasons)
 
 
 def _reason(group: Mapping[str, Recipe], stored: Mapping[str, TensorEntry]) -> str | None:
-    """Why a group of recipes that share sources cannot be reversed; None where it can."""
+    """Say why a group of recipes is not reversible; None if it is."""
     for name, recipe in group.items():
         if recipe.computed:
             return f"{name} is calculated, and not only moved"
@@ -59,7 +58,7 @@ def _reason(group: Mapping[str, Recipe], stored: Mapping[str, TensorEntry]) -> s
         entry = stored.get(source)
         if entry is None or entry.strides is not None:
             return f"{source} is not stored row by row"
-        # Twice (a broadcast) or never (a slice that is dropped): neither can be written back.
+        # An element used twice (a broadcast) or never (a dropped slice) cannot be written back.
         if not _tiled(copies, entry.numel):
             return f"not every element of {source} is in the model once"
     return None
@@ -82,7 +81,7 @@ def _row_major(recipe: Recipe, stored: Mapping[str, TensorEntry]) -> Recipe:
 def _by_source(
     tensors: Mapping[str, tuple[Sequence[int], Sequence[Piece]]],
 ) -> dict[str, list[tuple[str, Copy]]]:
-    """The copies that fill tensors, with the names of these, by the source of their elements."""
+    """Group the copies that fill ``tensors`` by source, with the tensors' names."""
     found: dict[str, list[tuple[str, Copy]]] = {}
     for name, (shape, pieces) in tensors.items():
         box, strides = Box((0,) * len(shape), tuple(shape)), row_major_strides(shape)
@@ -93,17 +92,17 @@ def _by_source(
 
 
 def _tiled(copies: Sequence[tuple[str, Copy]], numel: int) -> bool:
-    """True if each of ``numel`` elements is copied once."""
+    """Return True if the copies use each of ``numel`` elements once."""
     return tiles([(c.start, tuple((n, stride) for n, stride, _ in c.loops)) for _, c in copies], numel)
 
 
 def inverted(
     files: Mapping[str, tuple[Sequence[int], Sequence[Piece]]], shapes: Mapping[str, Sequence[int]]
 ) -> dict[str, tuple[Piece, ...]]:
-    """Of each tensor of ``shapes`` the pieces out of ``files``, which are given as pieces out of these.
+    """Return the pieces of each tensor of ``shapes`` out of ``files``.
 
-    Tensors that cannot be put into the files element by element, each once, are not there, and neither are
-    those that share files with them.
+    ``files`` are described as pieces of these tensors. A tensor is left out if its elements are not in the
+    files exactly once, or if it shares files with such a tensor.
     """
     sources = {name: {s for piece in pieces for s in piece.source} for name, (_, pieces) in files.items()}
     found: dict[str, tuple[Piece, ...]] = {}
@@ -123,7 +122,7 @@ def _inverted(
         if not _tiled(copies, prod(shape)):
             return None
         try:
-            # As pieces of one long row, which is then given the target's shape.
+            # Make pieces of one row, then reshape them to the target.
             pieces = [p for name, copy in copies for p in _backwards(copy, name, prod(files[name][0]))]
             found[target] = geometry.reshape(pieces, (prod(shape),), shape)
         except ValueError:
@@ -132,12 +131,12 @@ def _inverted(
 
 
 def _backwards(copy: Copy, name: str, numel: int) -> Iterator[Piece]:
-    """The copy as pieces of its source, seen as one row, out of the tensor ``name`` that it fills.
+    """Yield the inverse of a copy: pieces of its source out of the tensor ``name``.
 
-    Raises ValueError where that takes too many.
+    The source is seen as one row. Raises ValueError if that takes more than ``MOST_PIECES``.
     """
-    # By the stride in the tensor that is asked for: what is dense there becomes the digits of one piece, and
-    # each step of what is left a piece of its own.
+    # Sort by the stride in the source. Loops that are dense there become the digits of one piece; each step
+    # of the other loops is a piece.
     loops = sorted(copy.loops, key=lambda loop: -loop[1])
     inner: list[tuple[int, int]] = []
     length = 1
@@ -155,8 +154,8 @@ def _backwards(copy: Copy, name: str, numel: int) -> Iterator[Piece]:
 
 
 def _connected(sources: Mapping[str, Iterable[object]]) -> list[list[str]]:
-    """Names in groups that share sources, directly or through others."""
-    # Union-find: targets and sources are nodes of one forest, told apart by their first word.
+    """Group names that share sources, directly or through other names."""
+    # Union-find over targets and sources; the first word of a node distinguishes them.
     parent: dict[object, object] = {}
 
     def root(node: object) -> object:

@@ -1,4 +1,4 @@
-"""The memory that symbolic tensors are views of: what it holds, or the elements of a constant themselves."""
+"""Memory that symbolic tensors are views of: source addresses, or elements of a constant."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ SymbolClass: TypeAlias = type[Any]
 
 
 class Memory:
-    """One storage of eager torch, by the tensor that it was made for.
+    """One storage of eager torch.
 
-    A constant, which a conversion made itself, has its elements (``real``) until weights are written into it.
+    A constant, made by the conversion itself, has elements (``real``) until weights are written into it.
     """
 
     __slots__ = ("_fill", "_real", "_value", "dtype", "exported", "layout", "overlaps", "version")
@@ -30,11 +30,11 @@ class Memory:
     def __init__(self, layout: Layout, dtype: torch.dtype) -> None:
         self.layout = layout
         self.dtype = dtype
-        #: Goes up with each write.
+        #: Number of writes.
         self.version = 0
-        #: Whether something outside sees, and may change, the elements.
+        #: True if code outside torch shares the elements and may change them.
         self.exported = False
-        #: A tensor of the checkpoint that has other elements in the same place, which no write could reach.
+        #: Name of a checkpoint tensor that shares this memory; writes would not reach it.
         self.overlaps: str | None = None
         self._value: Value | None = None
         self._real: torch.Tensor | None = None
@@ -42,11 +42,11 @@ class Memory:
 
     @classmethod
     def holding(cls, value: Value, strides: Sequence[int] | None = None, offset: int = 0) -> Memory:
-        """The memory of a tensor with ``value``, laid out by ``strides`` (None for row-major).
+        """Create the memory of a tensor with ``value``.
 
-        It begins after ``offset`` elements, as the memory of a tensor that is a view may.
+        ``strides`` (None: row-major) and ``offset`` of the tensor are in elements.
         """
-        if strides is None and not offset:  # of most tensors of a checkpoint, of which there are many
+        if strides is None and not offset:  # most tensors; saves time
             made = cls(_row_major(value.shape), value.dtype)
         else:
             steps = row_major_strides(value.shape) if strides is None else tuple(strides)
@@ -56,16 +56,16 @@ class Memory:
 
     @classmethod
     def of_constant(cls, real: torch.Tensor) -> Memory:
-        """The storage of a tensor that a conversion made."""
+        """Create the memory of a tensor with elements."""
         made = cls(Layout(tuple(real.shape), real.stride(), int(real.storage_offset())), real.dtype)
         made._real = real
         return made
 
     @classmethod
     def filled(cls, like: torch.Tensor, fill: torch.Tensor) -> Memory:
-        """The memory of a tensor like ``like`` (on meta) with the one element ``fill`` everywhere.
+        """Create the memory of a tensor like ``like`` (on meta), filled with ``fill``.
 
-        It takes no memory until its elements are asked for.
+        It takes no memory until the elements are read.
         """
         made = cls(Layout(tuple(like.shape), like.stride(), 0), like.dtype)
         made._fill = fill
@@ -73,26 +73,26 @@ class Memory:
 
     @property
     def is_constant(self) -> bool:
-        """Whether nothing of it comes from the checkpoint."""
+        """True if no element comes from the checkpoint."""
         return self._real is not None or self._fill is not None
 
     @property
     def real(self) -> torch.Tensor | None:
-        """The tensor that the memory was made for, with its elements, if it is a constant."""
+        """The tensor with its elements; None if it is no constant."""
         if self._real is None and self._fill is not None:
             layout = self.layout
             self._real = torch.empty_strided(
                 layout.shape, layout.strides, dtype=self.dtype, device="cpu"
             ).copy_(self._fill)
-            # Made once: from here on the tensor is what all views of this memory share.
+            # All views share this tensor from now on.
             self._fill = None
         return self._real
 
     @property
     def value(self) -> Value:
-        """What the memory holds now."""
+        """Contents of the memory."""
         if self._real is not None and (self._value is None or self.exported):
-            # A copy, since `real` may be written by torch itself later, and a value never changes.
+            # Copy: torch may write into `real` later, and a value never changes.
             self._value = constant(self._real.clone()).lying(self.layout.strides)
         elif self._value is None:
             assert self._fill is not None, "a memory holds something"
@@ -100,7 +100,7 @@ class Memory:
         return self._value
 
     def hold(self, value: Value) -> None:
-        """Hold ``value`` from now on."""
+        """Replace the contents."""
         self._value, self._real, self._fill = value.lying(self.layout.strides), None, None
         self.version += 1
 
@@ -110,7 +110,7 @@ class Memory:
         self.version += 1
 
     def copy(self) -> Memory:
-        """A memory of its own with the same contents."""
+        """Copy the memory and its contents."""
         made = Memory(self.layout, self.dtype)
         made._value = self.value
         made._real = None if self._real is None else self._real.clone()
@@ -124,10 +124,10 @@ def _row_major(shape: tuple[int, ...]) -> Layout:
     return Layout(shape, row_major_strides(shape), 0)
 
 
-# The operands of one operator on symbolic tensors: what they are, and what they become for it.
+# Operands of one operator on symbolic tensors.
 
 aten = torch.ops.aten
-#: Views of an operand, though their schemas do not say so.
+#: Views of an operand that their schemas do not declare.
 UNSAID_VIEWS = {
     aten._unsafe_view.default,
     aten.unsafe_split.Tensor,
@@ -142,19 +142,19 @@ _INDEXED = {
 
 @functools.cache
 def writes(func: OpOverload) -> bool:
-    """Whether an operator writes into operands."""
+    """Return True if an operator writes into operands."""
     return bool(func._schema.is_mutable)
 
 
 @functools.cache
 def is_view(func: OpOverload) -> bool:
-    """Whether what an operator gives shows the memory of its operand."""
+    """Return True if the result of an operator shares the memory of its operand."""
     returns = func._schema.returns
     return func in UNSAID_VIEWS or (bool(returns) and returns[0].alias_info is not None)
 
 
 def tensors_in(values: Any) -> Iterator[torch.Tensor]:
-    """The tensors among arguments, those in lists too."""
+    """Yield the tensors among arguments, also those in lists."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
@@ -163,7 +163,7 @@ def tensors_in(values: Any) -> Iterator[torch.Tensor]:
 
 
 def mapped(value: object, change: Callable[[torch.Tensor], object]) -> Any:
-    """``value`` with its tensors changed, those in lists and dictionaries too."""
+    """Apply ``change`` to tensors, also to those in lists and dictionaries."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, (list, tuple)):
@@ -174,19 +174,19 @@ def mapped(value: object, change: Callable[[torch.Tensor], object]) -> Any:
 
 
 def constant_of(cls: SymbolClass, real: torch.Tensor) -> Any:
-    """A tensor that torch made as a constant; one without elements as it is."""
+    """Make a symbolic constant of a tensor; a tensor without elements is returned unchanged."""
     if real.device.type == "meta" or real.layout != torch.strided:
         return real
-    # Bits of a lazy conjugate or negative are settled, since a memory has elements and no bits.
+    # Resolve lazy conjugates and negatives: a memory has elements, but no bits for them.
     real = real.detach().cpu()
     memory = Memory.of_constant(real.resolve_conj().resolve_neg())
-    # torch only borrows the memory of an array or buffer, and cannot resize it.
+    # torch borrows the memory of an array or buffer, and cannot resize it.
     memory.exported = not real.untyped_storage().resizable()
     return cls(memory)
 
 
 def fill_of(func: OpOverload, args: Sequence[object]) -> Any:
-    """The one element that a factory fills a tensor with; None for any other operator."""
+    """Return the value that a factory fills its result with; None for other operators."""
     name = func._schema.name.removeprefix("aten::").removeprefix("new_").removesuffix("_like")
     if name == "full":
         return args[2] if func._schema.name == "aten::new_full" else args[1]
@@ -194,19 +194,19 @@ def fill_of(func: OpOverload, args: Sequence[object]) -> Any:
 
 
 def reals(cls: SymbolClass, values: object) -> Any:
-    """Arguments with the elements of constants."""
+    """Replace constants among arguments by their elements."""
     return mapped(values, lambda t: t.elements if isinstance(t, cls) else t)
 
 
 def all_constant(cls: SymbolClass, tensors: Sequence[object]) -> bool:
-    """Whether the elements of all tensors are known."""
+    """Return True if all elements of all tensors are known."""
     return all(not isinstance(t, cls) or t.memory.is_constant for t in tensors)
 
 
 def on_meta(cls: SymbolClass, func: OpOverload, args: Arguments, kwargs: Keywords) -> Any:
-    """What torch's meta kernel gives: shapes, strides, dtypes, and the errors of wrong ones.
+    """Run torch's meta kernel, for shapes, strides, dtypes and errors of wrong ones.
 
-    Raises ConversionError where torch cannot tell that without values.
+    Raises ConversionError if torch needs values for that.
     """
 
     def twin(t: Any) -> torch.Tensor:
@@ -215,11 +215,11 @@ def on_meta(cls: SymbolClass, func: OpOverload, args: Arguments, kwargs: Keyword
             return found
         return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
 
-    # Quantised tensors have scales, which no meta kernel carries.
+    # Quantised tensors have scales, which no meta kernel has.
     if torch.Tag.data_dependent_output in func.tags or func._schema.name.startswith("aten::quantize"):
         raise depends_on_values(func, args, list(kwargs.values()))
     twins, named = mapped(args, twin), mapped(kwargs, twin)
-    # A converter that asks for the CPU, or for "the device of the weight", means the twin's device here.
+    # "cpu" or "the device of the weight" means the twin's device here.
     if named.get("device") is not None:
         named["device"] = torch.device("meta")
     with by_torch():
@@ -228,7 +228,7 @@ def on_meta(cls: SymbolClass, func: OpOverload, args: Arguments, kwargs: Keyword
         except RuntimeError as error:
             if _DEPENDS & set(func.tags):
                 raise depends_on_values(func, args) from error
-            # Not the converter's fault, and it must not catch it: eagerly there is no such error.
+            # Eager torch has no such error, so the converter must not catch it.
             if isinstance(error, NotImplementedError):
                 raise refusal(
                     f"the conversion of {names_of(args)} calls {func}, and torch cannot determine the "
@@ -240,7 +240,7 @@ def on_meta(cls: SymbolClass, func: OpOverload, args: Arguments, kwargs: Keyword
 
 
 def valued(cls: SymbolClass, values: object) -> Any:
-    """Arguments with the values of tensors, for the handlers of operators."""
+    """Replace tensors among arguments by their values, for the handlers of operators."""
 
     def own(t: torch.Tensor) -> Value:
         if isinstance(t, cls):
@@ -251,14 +251,14 @@ def valued(cls: SymbolClass, values: object) -> Any:
                 "a conversion takes a tensor that is on the meta device, and has no elements; make it with "
                 'device="cpu"'
             )
-        # A copy: from outside, and so anybody's to change later.
+        # Copy: code outside the conversion may change the tensor later.
         return constant(t.detach().clone()).lying(t.stride())
 
     return mapped(values, own)
 
 
 def counted(cls: SymbolClass, func: OpOverload, args: Arguments) -> tuple[object, ...]:
-    """Arguments of an indexing operator with the masks among constant indices as the numbers of rows."""
+    """Replace constant masks among the indices of an indexing operator by row numbers."""
     if func not in _INDEXED:
         return args
     indices: list[object] = []

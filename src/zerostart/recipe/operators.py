@@ -1,4 +1,4 @@
-"""The operators that move elements, each as what it does to a value; importing this module registers them."""
+"""Operators that move elements, as functions of values; importing this module registers them."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def _clone(t: Value, **_: object) -> Value:
 
 @_handles(aten._to_copy.default)
 def cast(t: Value, dtype: torch.dtype | None = None, **_: object) -> Value:
-    """Note the cast; one that follows a cast which lost something has to be computed from that."""
+    """Cast ``t``: note the new dtype, or compute a first cast that lost precision."""
     if dtype is None or dtype == t.dtype:
         return t
-    # The first cast is done for real, since what it lost is lost; the second is noted on its result.
+    # The earlier cast has lost digits, so it is computed; only the new one is noted.
     if t.rounds(dtype):
         t = computed(aten._to_copy.default, t, dtype=t.dtype)
     return Value(t.pieces, t.shape, dtype, t.stored)
@@ -59,10 +59,10 @@ def _copy(to: Value, t: Value, non_blocking: bool = False) -> Value:
 
 @_handles(aten.view.default, aten._unsafe_view.default)
 def reshape(t: Value, size: Sequence[int]) -> Value:
-    """The same elements, in row-major order, in the shape ``size``. Raises RuntimeError, as torch does."""
+    """Reshape in row-major order. Raises RuntimeError, as torch does."""
     target = list(size)
     if -1 in target:
-        # One size may be left out, as in torch.
+        # One size may be -1, as in torch.
         known = prod(s for s in target if s != -1)
         target[target.index(-1)] = t.numel() // known if known else 0
     if prod(target) != t.numel():
@@ -72,7 +72,7 @@ def reshape(t: Value, size: Sequence[int]) -> Value:
 
 @_handles(aten.permute.default)
 def permute(t: Value, dims: Sequence[int]) -> Value:
-    """Dimension ``i`` of the result is dimension ``dims[i]``. Raises IndexError for one that is not there."""
+    """Permute dimensions. Raises IndexError for a missing one."""
     order = [_dim(t, d) for d in dims]
     return _same(t, geometry.permute(t.pieces, order), [t.shape[d] for d in order])
 
@@ -95,7 +95,7 @@ def _t(t: Value) -> Value:
 def slice_of(
     t: Value, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> Value:
-    """The slice ``start:end:step`` along ``dim``. Raises IndexError for a dimension that is not there."""
+    """Slice ``start:end:step`` along ``dim``. Raises IndexError for a missing dimension."""
     dim = _dim(t, dim)
     kept = range(t.shape[dim])[slice(start, end, step)]
     shape = list(t.shape)
@@ -138,9 +138,9 @@ def _squeeze_dim(t: Value, dim: int) -> Value:
 
 @_handles(aten.expand.default)
 def expand(t: Value, size: Sequence[int], *, implicit: bool = False) -> Value:
-    """Dimensions of size 1, and missing ones, repeated to ``size``."""
+    """Broadcast to ``size``."""
     lead = len(size) - t.dim()
-    # Missing dimensions are added in front; a broadcast then repeats those of size 1.
+    # Add missing dimensions in front, then repeat those of size 1.
     shape = [1] * lead + list(t.shape)
     target = [old if new == -1 else new for old, new in zip(shape, size, strict=True)]
     pieces = geometry.reshape(t.pieces, t.shape, shape)
@@ -161,11 +161,11 @@ def _repeat(t: Value, repeats: Sequence[int]) -> Value:
 
 @_handles(aten.cat.default)
 def cat(tensors: Sequence[Value], dim: int = 0) -> Value:
-    """Values one after the other along ``dim``. Raises RuntimeError or IndexError, as torch does."""
-    # Torch skips one-dimensional empty tensors here, for old code's sake.
+    """Concatenate along ``dim``. Raises RuntimeError or IndexError, as torch does."""
+    # For compatibility, torch skips one-dimensional empty tensors here.
     parts = [t for t in tensors if not (t.dim() == 1 and t.shape[0] == 0)] or list(tensors)
     dim = _dim(parts[0], dim)
-    # As torch does: the result has the dtype to which all are promoted.
+    # The result has the promoted dtype, as in torch.
     dtype = parts[0].dtype
     for t in parts[1:]:
         dtype = torch.promote_types(dtype, t.dtype)
@@ -183,12 +183,12 @@ def cat(tensors: Sequence[Value], dim: int = 0) -> Value:
 
 @_handles(aten.stack.default)
 def stack(tensors: Sequence[Value], dim: int = 0) -> Value:
-    """Values one after the other along a new dimension ``dim``. Raises RuntimeError or IndexError."""
+    """Stack along a new dimension ``dim``. Raises RuntimeError or IndexError."""
     size = tensors[0].shape
     if any(t.shape != size for t in tensors):
         raise RuntimeError(f"stack expects equal sizes: {[tuple(t.shape) for t in tensors[:4]]}")
     at = _dim(tensors[0], dim, extra=1)
-    # Not by way of unsqueezed tensors: a stack of experts has hundreds, and each would be a tensor more.
+    # Unsqueezing first would make hundreds of tensors for a stack of experts.
     dtype = functools.reduce(torch.promote_types, {t.dtype for t in tensors})
     tensors = [t if t.dtype == dtype else cast(t, dtype) for t in tensors]
     pieces = geometry.stack([t.pieces for t in tensors], at)
@@ -202,7 +202,7 @@ def _stored(tensors: Sequence[Value]) -> frozenset[torch.dtype]:
 @_handles(aten.flip.default)
 def _flip(t: Value, dims: Sequence[int]) -> Value:
     for dim in dims if t.numel() > 1 else ():
-        # One piece for each row and no fewer: a negative stride is none that pieces have.
+        # One piece for each row: pieces have no negative strides.
         rows = [slice_of(t, dim, i, i + 1) for i in reversed(range(t.shape[_dim(t, dim)]))]
         t = cat(rows, dim)
     return t
@@ -213,7 +213,7 @@ def _roll(t: Value, shifts: Sequence[int], dims: Sequence[int] = ()) -> Value:
     if not dims:
         return reshape(_roll(reshape(t, [-1]), shifts, [0]), t.shape)
     for by, dim in zip(shifts, dims, strict=True) if t.numel() else ():
-        # A roll is a cut: what lies behind it comes first.
+        # Cut, and put the second part first.
         at = -by % t.shape[_dim(t, dim)]
         t = cat([slice_of(t, dim, at), slice_of(t, dim, 0, at)], dim)
     return t
@@ -228,7 +228,7 @@ def slice_scatter(
     end: int | None = None,
     step: int = 1,
 ) -> Value:
-    """``t`` with ``src`` in place of its slice ``start:end:step`` along ``dim``. Raises IndexError."""
+    """Replace the slice ``start:end:step`` along ``dim`` by ``src``. Raises IndexError."""
     dim = _dim(t, dim)
     size = t.shape[dim]
     kept = range(size)[slice(start, end, step)]
@@ -237,7 +237,7 @@ def slice_scatter(
         return t
     if step == 1:
         return cat([slice_of(t, dim, 0, kept.start), src, slice_of(t, dim, kept.stop)], dim)
-    # The rows between the written ones, by their distance from these: each class is a strided slice.
+    # Rows at equal distance after the written ones form one strided slice each.
     rows = [slice_of(t, dim, 0, kept[0])]
     last = kept[-1] + 1
     whole = len(kept) - 1
@@ -246,14 +246,14 @@ def slice_scatter(
     if body is not None:
         shape = [*t.shape[:dim], whole * step, *t.shape[dim + 1 :]]
         rows.append(reshape(body, shape))
-    # The last written row has no whole class behind it: it and the rest of the tensor come as they are.
+    # The last written row, and the rest of the tensor.
     rows += [slice_of(src, dim, whole), slice_of(t, dim, last)]
     return cat(rows, dim)
 
 
 @_handles(aten.select_scatter.default)
 def select_scatter(t: Value, src: Value, dim: int, index: int) -> Value:
-    """``t`` with ``src`` in place of its row ``index`` along ``dim``. Raises IndexError, as torch does."""
+    """Replace row ``index`` along ``dim`` by ``src``. Raises IndexError, as torch does."""
     dim = _dim(t, dim)
     index %= t.shape[dim]
     return slice_scatter(t, _unsqueeze(src, dim), dim, index, index + 1)
@@ -282,7 +282,7 @@ def _zero(t: Value) -> Value:
 @_handles(aten.fill.Scalar, aten.fill.Tensor)
 def _fill(t: Value, value: Any) -> Value:
     if not isinstance(value, Value):
-        # Not by way of a tensor of torch's default dtype, in which a float64 would lose half its digits.
+        # Fill in the final dtype: torch's default dtype would lose digits of a float64.
         value = constant(torch.empty((), dtype=t.dtype, device="cpu").fill_(value))
     return expand(cast(value, t.dtype), t.shape)
 
@@ -292,14 +292,14 @@ def _index(t: Value, indices: Sequence[Value | None]) -> Value:
     given = [dim for dim, index in enumerate(indices) if index is not None]
     index = indices[given[0]]
     assert index is not None, "an index was given"
-    # Several indices, or one of several dimensions, or one out of the weights: computed, and not followed.
+    # Several indices, indices of several dimensions and indices from weights are computed.
     if len(given) > 1 or index.dim() != 1 or _value(index) is None:
         return computed(aten.index.Tensor, t, list(indices))
     return _take(t, given[0], index)
 
 
 def _value(t: Value) -> torch.Tensor | None:
-    """The values of a tensor that a conversion made itself; None for one that the checkpoint fills."""
+    """Return the elements of a constant; None for a tensor of the checkpoint."""
     source = t.pieces[0].source[0] if len(t.pieces) == 1 else None
     if not isinstance(source, Computed) or t.pieces != geometry.whole(source, tuple(t.shape)):
         return None
@@ -308,12 +308,12 @@ def _value(t: Value) -> torch.Tensor | None:
 
 @_handles(aten.index_select.default)
 def _take(t: Value, dim: int, index: Value) -> Value:
-    """Rows in the order of a constant index, as runs of rows."""
+    """Select rows by a constant index, as runs of rows."""
     dim, values = _dim(t, dim), _value(index)
     if values is None:
         return computed(aten.index_select.default, t, dim, index)
     rows = range(t.shape[dim])
-    # A mask is the numbers of what is true in it.
+    # A mask selects the row numbers where it is true.
     numbers = values.nonzero()[:, 0] if values.dtype in (torch.bool, torch.uint8) else values
     runs: list[tuple[int, int]] = []
     for row in (rows[int(number)] for number in numbers.tolist()):

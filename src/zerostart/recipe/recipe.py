@@ -1,4 +1,4 @@
-"""The recipe of one parameter, and the recipes of a model."""
+"""Recipes of parameters and models, and the coverage of both sides."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from zerostart.recipe.values import Computed
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What the model expects under a state-dict name."""
+    """A tensor that the model expects under a state-dict name."""
 
     name: str
-    #: Unsharded.
+    #: Unsharded shape.
     shape: tuple[int, ...]
-    #: The final one.
+    #: Final dtype.
     dtype: torch.dtype
     buffer: bool = False
-    #: A floating tensor takes instead the dtype in which the checkpoint has it.
+    #: True if a floating tensor takes the dtype of the checkpoint instead.
     as_stored: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Where each element of ``target`` comes from: pieces that tile its shape.
+    """Sources of the elements of ``target``: pieces that tile its shape.
 
-    ``converted`` tells a recipe that a conversion made from one that takes a tensor as it is stored.
+    ``converted`` is False if the tensor is taken as it is stored.
     """
 
     target: Target
@@ -41,12 +41,12 @@ class Recipe:
 
     @property
     def computed(self) -> bool:
-        """Whether any of it is calculated, and not only moved."""
+        """True if any element is computed."""
         return any(isinstance(source, Computed) for piece in self.pieces for source in piece.source)
 
     @property
     def computed_whole(self) -> bool:
-        """Whether calculating it needs whole tensors, which no chunk bounds."""
+        """True if a computation needs whole tensors, of any size."""
         return any(
             isinstance(source, Computed) and source.whole for piece in self.pieces for source in piece.source
         )
@@ -54,61 +54,61 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Recipes:
-    """Recipes by the target's name, in the order of the model's state dict, and what they leave open.
+    """Recipes by target name, in the order of the state dict, and their coverage.
 
-    ``conversions`` are the library's own objects that matched, for its way back at saving.
+    ``conversions`` are the library's objects that matched; a save reverses them.
     """
 
     by_name: dict[str, Recipe]
     coverage: Coverage
     conversions: tuple[object, ...] = field(default=())
-    #: Of targets that are filled in part, how many elements are not: their recipes do not tile the shape.
+    #: Number of unfilled elements of partly filled targets, whose recipes do not tile the shape.
     partial: dict[str, int] = field(default_factory=dict)
 
     @property
     def converted(self) -> tuple[str, ...]:
-        """Names of the targets that a conversion filled."""
+        """Names of converted targets."""
         return tuple(name for name, recipe in self.by_name.items() if recipe.converted)
 
     @property
     def computed(self) -> tuple[str, ...]:
-        """Names of the targets that are calculated."""
+        """Names of computed targets."""
         return tuple(name for name, recipe in self.by_name.items() if recipe.computed)
 
     @property
     def computed_whole(self) -> tuple[str, ...]:
-        """Names of the targets that are calculated from whole tensors."""
+        """Names of targets that are computed from whole tensors."""
         return tuple(name for name, recipe in self.by_name.items() if recipe.computed_whole)
 
 
 Shape = tuple[int, ...]
-#: How many names of a kind an error message lists before it counts the rest.
+#: Maximum number of names of one kind in an error message.
 SHOWN = 8
 
 
 @dataclass(frozen=True)
 class Coverage:
-    """Names left over on either side of the join of checkpoint and model."""
+    """Names without a counterpart in the checkpoint or in the model."""
 
     #: Names of the model that the checkpoint lacks.
     missing: tuple[str, ...] = ()
-    #: Names of the checkpoint that nothing in the model takes.
+    #: Names of the checkpoint that the model does not use.
     unexpected: tuple[str, ...] = ()
-    #: By name, the shape in the checkpoint after conversion and that in the model.
+    #: Shapes by name: in the checkpoint after conversion, and in the model.
     mismatched: dict[str, tuple[Shape, Shape]] = field(default_factory=dict)
-    #: Missing or unexpected names that the model itself declares ignorable.
+    #: Missing or unexpected names that the model declares ignorable.
     ignored: tuple[str, ...] = ()
 
     def ignoring(self, missing: Iterable[str], unexpected: Iterable[str]) -> Coverage:
-        """Without the names that match the model's own patterns (regular expressions, searched)."""
+        """Ignore names that match patterns of the model (regular expressions, searched)."""
         lost, kept_missing = _partition(self.missing, missing)
         extra, kept_unexpected = _partition(self.unexpected, unexpected)
         return Coverage(kept_missing, kept_unexpected, self.mismatched, (*self.ignored, *lost, *extra))
 
     def check(self, source: str, model: str, strict: bool, converted: bool = False) -> None:
-        """Raise CoverageError if anything is left open that ``strict`` forbids; a mismatch always raises.
+        """Raise CoverageError for a mismatch, or for an open name if ``strict``.
 
-        ``converted``: the names and shapes of the checkpoint are those that a converter of the caller's gave.
+        ``converted``: the names and shapes come from the caller's converter.
         """
         if not self.mismatched and not (strict and (self.missing or self.unexpected)):
             return
@@ -128,7 +128,7 @@ class Coverage:
         raise CoverageError(lines, self.missing, self.unexpected, self.mismatched)
 
     def _with_nearest(self, name: str) -> str:
-        # Bounded: the search takes a time that grows with both lists, and a message is all that it is for.
+        # Limit the number of names: the search takes time proportional to their product.
         close = get_close_matches(name, self.unexpected[:5000], n=1, cutoff=0.75)
         return f"{name} (the checkpoint has {close[0]})" if close else name
 
@@ -146,8 +146,8 @@ class Coverage:
 
 
 def _partition(names: Sequence[str], patterns: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Names that a pattern matches, and the others."""
-    # Each by itself: flags and references to groups do not survive being joined.
+    """Split names into those that match a pattern and the rest."""
+    # Compile each one: joining patterns would break flags and references to groups.
     compiled = [re.compile(pattern) for pattern in patterns]
     matched = {name for name in names if any(pattern.search(name) for pattern in compiled)}
     return (

@@ -1,6 +1,6 @@
-"""One operator on symbolic tensors: a view, a write, or a new tensor, as torch's schema of it says.
+"""Run one operator on symbolic tensors: a view, a write or a new tensor.
 
-Tensors with elements may be among the operands; what is made of these alone is made by torch itself.
+Tensors with elements may be operands too. torch runs operators that have no other operands.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from zerostart.recipe.views import KNOWN_VIEWS, SAME, Layout, Step, single_views
 from zerostart.upstream.torch.tensors import shares_storage
 from zerostart.upstream.types import Arguments, Keywords
 
-# Operators on symbolic tensors that show memory that is there in another way, or write into it.
+# Operators that return a view of memory or write into it.
 
 
 def view(cls: SymbolClass, func: OpOverload, args: Arguments, kwargs: Keywords) -> Any:
-    """What an operator gives that shows the same memory in another way.
+    """Follow an operator that returns a view.
 
-    Raises ConversionError for a view that is not known.
+    Raises ConversionError for an unknown view.
     """
     source, rest = args[0], args[1:]
     metas = on_meta(cls, func, args, kwargs)
@@ -50,8 +50,7 @@ def view(cls: SymbolClass, func: OpOverload, args: Arguments, kwargs: Keywords) 
         return _viewed(cls, source, func, rest, metas)
     if isinstance(metas, torch.Tensor):
         metas = [metas]
-    # A view with several results (split, unbind) is followed as one view each, which a write can go back
-    # through.
+    # Follow several results (split, unbind) as single views, which writes can go back through.
     singles = single_views(func, source.shape, rest)
     if len(singles) != len(metas):
         singles = [(None, ())] * len(metas)
@@ -69,7 +68,7 @@ def _viewed(cls: SymbolClass, source: Any, func: OpOverload, rest: Arguments, me
         raise refusal(
             f"the conversion of {names_of(source)} calls {func}, a view that zerostart does not support"
         )
-    # No rule for this view: its strides on meta say which elements it shows, as they do for as_strided.
+    # No rule exists for this view: its strides on meta say which elements it shows, as for as_strided.
     found = None if any(step.reads_anew for step in source.steps) else boxed(cls(source.memory), layout)
     if found is None:
         raise refusal(
@@ -80,7 +79,7 @@ def _viewed(cls: SymbolClass, source: Any, func: OpOverload, rest: Arguments, me
 
 
 def boxed(whole: Any, layout: Layout) -> Any:
-    """The view of a symbolic tensor that lies as ``layout``, by views with rules; None if it is no box."""
+    """Express the view with ``layout`` by known views; None if it is no box."""
     have = whole.layout_in_memory
     if have == layout:
         return whole
@@ -96,12 +95,12 @@ def boxed(whole: Any, layout: Layout) -> Any:
 
 
 def write(cls: SymbolClass, func: OpOverload, args: Arguments, kwargs: Keywords) -> Any:
-    """What an operator gives that writes into tensors. Raises ConversionError for what cannot be followed."""
+    """Follow an operator that writes into tensors. Raises ConversionError if it cannot be followed."""
     if func is aten.copy_.default and args[0] is args[1]:
         return args[0]
     if torch.Tag.inplace_view in func.tags:
         return _view_in_place(cls, func, args, kwargs)
-    # 1. What no weight has gone into yet is written by torch itself, on the real elements.
+    # 1. torch writes into tensors without weights itself.
     tensors = list(tensors_in((args, kwargs.values())))
     written = _written(func, args, kwargs)
     if all_constant(cls, tensors):
@@ -111,7 +110,7 @@ def write(cls: SymbolClass, func: OpOverload, args: Arguments, kwargs: Keywords)
             if isinstance(target, cls):
                 target.memory.touch()
         return _given_back(func, args, kwargs)
-    # 2. Weights cannot go into memory that is not symbolic: nothing would follow them from there.
+    # 2. Weights written into memory that is not symbolic could not be followed further.
     outside = [t for t in written if not isinstance(t, cls)]
     if outside:
         raise refusal(
@@ -119,21 +118,20 @@ def write(cls: SymbolClass, func: OpOverload, args: Arguments, kwargs: Keywords)
             "not make during the conversion: one from NumPy, from a global variable, or from "
             "another thread"
         )
-    # 3. A write is its functional twin (``add_`` is ``add``), whose result is put into the target's place.
+    # 3. Run the functional twin of the write (``add`` for ``add_``), and store its result in the target.
     functional = _functional(func)
     if functional is None:
         raise refusal(
             f"the conversion of {names_of(args)} calls {func}, an in-place write that zerostart cannot trace"
         )
-    # As in `record`: constant masks become indices, for the twin as for any operator.
+    # As in `record`, constant masks become indices.
     args = counted(cls, func, args)
     outs = {argument.name for argument in func._schema.arguments if argument.is_out}
     kept = {k: v for k, v in kwargs.items() if k not in outs}
-    # The call itself, not its twin: an in-place operator refuses shapes and dtypes that the twin broadcasts.
-    on_meta(cls, func, args, kwargs)  # refuses what torch would refuse
-    # 4. The twin reads everything before anything is written; torch's loop does not. Where that could show
-    #    (two elements in one place, an operand that shares memory at another place) the result is nobody's to
-    #    say.
+    # Check the call itself: an in-place operator refuses shapes and dtypes that the twin broadcasts.
+    on_meta(cls, func, args, kwargs)  # raises torch's errors
+    # 4. The twin reads everything before it writes; torch's loop does not. Refuse calls whose result depends
+    # on that: several elements at one address, or an operand that overlaps the target.
     if any(t.layout_in_memory.overlaps() for t in written):
         raise refusal(
             f"the conversion of {names_of(args)} writes ({func}) into a view whose elements share "
@@ -144,13 +142,13 @@ def write(cls: SymbolClass, func: OpOverload, args: Arguments, kwargs: Keywords)
             f"the conversion of {names_of(args)} reads memory that it also writes to ({func}), so "
             "the result depends on the order of torch's loops; clone the source or the target"
         )
-    # 5. Into each target in turn, cast as torch casts. Its memory has a new version, which all views show.
+    # 5. Write each target, cast as torch casts. All views of its memory show the new version.
     handler = HANDLERS.get(functional)
     values, named = valued(cls, args), valued(cls, kept)
     made = handler(*values, **named) if handler else compute(functional, values, named)
     for target, value in zip(written, [made] if isinstance(made, Value) else made, strict=True):
         if value.shape != tuple(target.shape) and not target.numel():
-            target.become(cls(Memory.holding(value)))  # an empty tensor for a result of any shape
+            target.become(cls(Memory.holding(value)))  # an empty tensor takes a result of any shape
             continue
         if value.shape != tuple(target.shape):
             raise refusal(
@@ -168,7 +166,7 @@ def _goes_along(functional: OpOverload) -> bool:
 
 
 def _written(func: OpOverload, args: Sequence[object], kwargs: Keywords) -> list[Any]:
-    """The tensors that an operator writes into."""
+    """Return the tensors that an operator writes into."""
     found: list[Any] = []
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -187,13 +185,13 @@ def _given_back(func: OpOverload, args: Sequence[object], kwargs: Keywords) -> A
 
 @functools.cache
 def _functional(func: OpOverload) -> Any:
-    """The operator that gives as new tensors what ``func`` writes; None if torch has none."""
+    """Return the operator without side effects for ``func``; None if torch has none."""
     space, name = func._schema.name.split("::")
     if name.startswith("__i"):
         name = "__" + name.removeprefix("__i")
     elif name.endswith("_") and not name.endswith("__"):
         name = name[:-1]
-    # Found by name and arguments: torch says of no operator which other one is its functional form.
+    # torch does not record this relation, so compare names and arguments.
     wanted = [(a.name, str(a.type)) for a in func._schema.arguments if not a.is_out]
     packet = getattr(getattr(torch.ops, space), name, None)
     for overload in packet.overloads() if packet is not None else ():
@@ -205,14 +203,13 @@ def _functional(func: OpOverload) -> Any:
 
 
 def _view_in_place(cls: SymbolClass, func: OpOverload, args: Arguments, kwargs: Keywords) -> object:
-    """An operator that makes a tensor another view of its memory, such as ``t_``."""
+    """Follow an operator that replaces the view in a tensor, such as ``t_``."""
     target = args[0]
     if func._schema.name == "aten::set_" and isinstance(args[1], torch.UntypedStorage):
         real = torch.empty(0, dtype=target.dtype, device="cpu")
         memory = Memory.of_constant(func(real, *args[1:], **kwargs))
-        # Exported memory is read anew each time that its value is wanted, as what others may change has to
-        # be.
-        memory.exported = True  # a file that is read has others in it
+        # Exported memory is read again for each value, since other code may change it.
+        memory.exported = True  # such as the memory of a file
         target.become(cls(memory))
         return target
     functional = _functional(func)
@@ -226,9 +223,9 @@ def _view_in_place(cls: SymbolClass, func: OpOverload, args: Arguments, kwargs: 
 
 
 def reads_what_it_writes(written: list[Any], given: list[object]) -> bool:
-    """Whether an operator takes of its arguments ``given`` what it changes meanwhile, by writing ``written``.
+    """Return True if an operator writes elements that it reads from another operand.
 
-    An operand may be what is written, element by element; of lists, the one at the same place.
+    An operand may be the written tensor itself; in lists, the one at the same position.
     """
     for argument in given:
         operands = argument if isinstance(argument, (list, tuple)) else [argument]
@@ -241,8 +238,7 @@ def reads_what_it_writes(written: list[Any], given: list[object]) -> bool:
                     or getattr(operand, "memory", None) is not target.memory
                 ):
                     continue
-                # The same elements in the same order are read before they are written, one by one: nothing
-                # can show.
+                # Equal views are read element by element before they are written.
                 same = place == number and _alike(operand, target)
                 if not same and not _apart(operand, target):
                     return True
@@ -255,7 +251,7 @@ def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _apart(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """True if two views of one memory end before the other begins."""
+    """Return True if one view ends before the other begins."""
     if not a.numel() or not b.numel():
         return True
     (first, stop), (other, end) = _span(a), _span(b)
@@ -263,7 +259,7 @@ def _apart(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _span(t: torch.Tensor) -> tuple[int, int]:
-    """The first byte of a view, and that behind its last."""
+    """Return the first byte of a view, and the byte after its last."""
     width, first = t.element_size(), int(t.storage_offset())
     last = first + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
     return first * width, (last + 1) * width
@@ -274,20 +270,20 @@ aten = torch.ops.aten
 
 @ours_are_refused
 def record(cls: SymbolClass, func: OpOverload, args: Arguments, kwargs: Keywords) -> Any:
-    """What ``func`` gives, as tensors of the class ``cls``.
+    """Run ``func`` on tensors of the class ``cls``.
 
-    Raises ConversionError for what no trace can follow, and torch's own errors where torch does not accept
-    the call: all others come from us, and a converter that catches them would go on otherwise than eagerly.
+    Raises ConversionError for an operator that no trace can follow, and torch's own errors for a wrong call.
+    All other errors become refusals, so that no converter catches them and continues differently from eager
+    torch.
     """
     if torch.is_inference_mode_enabled():
-        with torch.inference_mode(False):  # a view made there would not fit a tensor that was not
+        with torch.inference_mode(False):  # its views would not fit other tensors
             return _recorded(cls, func, args, kwargs)
     return _recorded(cls, func, args, kwargs)
 
 
 def _recorded(cls: SymbolClass, func: OpOverload, args: Arguments, kwargs: Keywords) -> object:
-    # The order of the questions matters: an operator that writes (`add_`) also returns an alias of what it
-    # wrote, so that it would pass for a view.
+    # Ask for writes first: an operator that writes (`add_`) also returns an alias.
     tensors = list(tensors_in((args, kwargs.values())))
     if all(not isinstance(t, cls) for t in tensors):
         return _from_outside(cls, func, args, kwargs, tensors)
@@ -301,8 +297,8 @@ def _recorded(cls: SymbolClass, func: OpOverload, args: Arguments, kwargs: Keywo
 def _from_outside(
     cls: SymbolClass, func: OpOverload, args: Arguments, kwargs: Keywords, tensors: Sequence[torch.Tensor]
 ) -> object:
-    # Zeros, ones and the like take no memory until somebody asks for their elements: converters make tensors
-    # as large as a model's embedding only to write weights into them.
+    # Defer zeros, ones and the like: converters make tensors as large as an embedding only to write weights
+    # into them.
     if not tensors and (fill := fill_of(func, args)) is not None:
         device = kwargs.get("device")
         if device is None or torch.device(device).type == "cpu":
@@ -310,7 +306,7 @@ def _from_outside(
             return cls(Memory.filled(like, torch.full((), fill, dtype=like.dtype, device="cpu")))
     with by_torch():
         made = func(*args, **kwargs)
-    # It is somebody else's memory still: as a symbolic constant it would be a copy.
+    # Memory of other code: a symbolic constant would be a copy.
     if func is not aten.lift_fresh.default and (writes(func) or is_view(func)):
         return made
     return mapped(made, functools.partial(constant_of, cls))
@@ -319,7 +315,7 @@ def _from_outside(
 def _make(
     cls: SymbolClass, func: OpOverload, args: Arguments, kwargs: Keywords, tensors: Sequence[Any]
 ) -> Any:
-    """An operator that makes new tensors."""
+    """Run an operator that makes new tensors."""
     if func is aten.is_set_to.default:
         a, b = args
         return a.memory is b.memory and a.layout_in_memory == b.layout_in_memory
@@ -328,8 +324,8 @@ def _make(
         with by_torch():
             made = func(*reals(cls, args), **reals(cls, kwargs))
         return mapped(made, functools.partial(constant_of, cls))
-    # From here on weights are among the operands. Masks that are constants are indices by then, since torch's
-    # meta kernel cannot count what is true in them.
+    # Some operands are weights from here on. Constant masks become indices, since torch's meta kernel cannot
+    # count their true elements.
     args = counted(cls, func, args)
     metas = _stack_meta(func, args)
     if metas is None:
@@ -338,7 +334,7 @@ def _make(
         return cls(Memory.filled(metas, torch.full((), fill, dtype=metas.dtype, device="cpu")))
     if torch.device(kwargs.get("device") or "cpu").type == "meta":
         return metas
-    # A number or a truth value out of weights: only one that does not depend on their elements can be given.
+    # Numbers and truth values are known only if they do not depend on weights.
     if not any(True for _ in tensors_in([metas])):
         if isinstance(metas, bool) or func is aten.is_pinned.default:
             return metas
@@ -356,7 +352,7 @@ def _fresh(cls: SymbolClass, value: Value, meta: torch.Tensor) -> Any:
             f"a conversion of {names_of(value)} gave {value.dtype} {list(value.shape)} in the "
             f"trace, but {meta.dtype} {list(meta.shape)} in torch; this is a bug in zerostart"
         )
-    # In the strides that torch gives: what a converter asks for, and what views of it show, depends on them.
+    # Use torch's strides: the converter may ask for them, and views depend on them.
     return cls(Memory.holding(value, meta.stride()), (), meta)
 
 

@@ -1,4 +1,4 @@
-"""Running a converter so that every tensor it makes can be followed."""
+"""Run converters so that every tensor they make can be followed."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ T = TypeVar("T")
 
 
 class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    """Inside, what a factory of torch makes is a symbolic constant, into which weights may be written."""
+    """A mode in which torch's factories make symbolic constants, which can take weights."""
 
-    #: Whether random numbers were asked for.
+    #: True after a call for random numbers.
     draws = False
 
     def __torch_dispatch__(
@@ -39,15 +39,15 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch l
 
 
 def recorded(name: str, function: Callable[[], T]) -> T:
-    """Run ``function``, which calls the converter ``name``, or another's code, on symbolic tensors.
+    """Run ``function``, code of the converter ``name``, on symbolic tensors.
 
-    Raises ConversionError for what cannot be followed, also where the converter catches that, and where
-    random numbers are drawn.
+    Raises ConversionError for an operator that cannot be followed, even if the converter catches the error,
+    and for random numbers.
     """
-    # Compared afterwards: a draw would differ from rank to rank, and from the conversion that was traced.
+    # Random numbers would differ from rank to rank, and between the trace and the conversion.
     randomness = torch.get_rng_state()
-    # From outside in: refusals are raised even where the converter catches them; constants that it keeps get
-    # their elements when no mode watches any more; then what torch makes.
+    # Outermost first: refusals are raised even if the converter catches them; constants that it keeps get
+    # elements after recording ends; torch's factories make constants.
     recording = _Recording()  # type: ignore[no-untyped-call]
     with refusals_count(), constants_become_real(), recording:
         try:
@@ -60,7 +60,7 @@ def recorded(name: str, function: Callable[[], T]) -> T:
                 f"{name} asks for the memory of a tensor, but a conversion is traced with tensors that "
                 f"have no data; leave this out of the conversion ({first})"
             ) from error
-    # Other threads draw from the same generator: an engine that generates while its loader is followed.
+    # Other threads may draw from the same generator, such as an engine that generates text.
     alone = threading.active_count() == 1
     if (recording.draws or alone) and not torch.equal(randomness, torch.get_rng_state()):
         torch.set_rng_state(randomness)

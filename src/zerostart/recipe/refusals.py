@@ -1,8 +1,8 @@
-"""Errors of a conversion that a conversion's own ``except`` cannot hide.
+"""Errors of a conversion that a converter cannot hide by catching them.
 
-A converter may try something that is refused here and go on with something else, where eager torch would have
-had no error: what it then makes is not what it makes of real tensors. So a refusal is noted, and raised again
-when the conversion is done. Errors that are not torch's own become refusals (``ours_are_refused``).
+A converter may catch a refusal and continue in another way than with real tensors. Its result would be wrong.
+So each refusal is recorded, and raised again when the conversion ends. Errors that are not torch's own become
+refusals too (``ours_are_refused``).
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ Noted = list[ConversionError]
 _NOTED: ContextVar[Noted | None] = ContextVar("refusals", default=None)
 _OPEN: list[Noted] = []
 _LOCK = threading.Lock()
-#: What eager torch raises for a call that it does not accept.
+#: Types of torch's own errors for a wrong call.
 _OF_TORCH = (RuntimeError, IndexError, TypeError, ValueError)
 
 
 def refusal(message: str) -> ConversionError:
-    """The error to raise for something that eager torch would do; noted inside ``refusals_count``.
+    """Return the error for a call that eager torch would accept, and record it.
 
-    A thread that a converter started inherits no context: what it is refused is noted for every conversion
-    that runs.
+    Threads that a converter starts inherit no context, so their refusals count for every running conversion.
     """
     error = ConversionError(message)
     own = _NOTED.get()
@@ -42,7 +41,7 @@ def refusal(message: str) -> ConversionError:
 
 @contextlib.contextmanager
 def refusals_count() -> Iterator[None]:
-    """Inside, a refusal that is caught by what was refused is raised again at the end."""
+    """Raise a refusal again at the end if the code inside caught it."""
     noted: Noted = []
     token = _NOTED.set(noted)
     with _LOCK:
@@ -53,7 +52,7 @@ def refusals_count() -> Iterator[None]:
         raise
     except Exception as error:
         if noted:
-            raise noted[0] from error  # what was made of the refusal
+            raise noted[0] from error  # the error that followed from the refusal
         raise
     finally:
         _NOTED.reset(token)
@@ -64,7 +63,7 @@ def refusals_count() -> Iterator[None]:
 
 
 class _Torchs(Exception):
-    """Carries an error that torch itself has for a call, past what takes all others for ours."""
+    """Carry torch's own error past ``ours_are_refused``."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
@@ -73,7 +72,7 @@ class _Torchs(Exception):
 
 @contextlib.contextmanager
 def by_torch() -> Iterator[None]:
-    """Inside ``ours_are_refused``, errors are torch's own, and the converter gets them as they are."""
+    """Pass torch's own errors to the converter unchanged, inside ``ours_are_refused``."""
     try:
         yield
     except ConversionError:
@@ -83,7 +82,7 @@ def by_torch() -> Iterator[None]:
 
 
 def ours_are_refused(function: Callable[P, T]) -> Callable[P, T]:
-    """Have every error of ``function`` that is not torch's be a refusal, whatever it is."""
+    """Turn every error of ``function`` that is not torch's own into a refusal."""
 
     def guarded(*args: P.args, **kwargs: P.kwargs) -> T:
         try:

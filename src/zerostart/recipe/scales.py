@@ -1,4 +1,4 @@
-"""Scales of quantised tensors that no library dequantises, such as those of ComfyUI's float8 files."""
+"""Multiply quantised tensors by scales that no library applies, such as ComfyUI's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zerostart.recipe.symbolic import SymbolicTensor
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _SCALES = ("scale_weight", "weight_scale")
-#: What a tensor next to a weight says of activations, or of a format that the dtype says as well.
+#: Suffixes of tensors about activations, or about a format that the dtype says as well.
 _HINTS = ("comfy_quant", "input_scale", "scale_input")
 _OF_WEIGHT = re.compile(
     rf"(.*\.)?({'|'.join((*_SCALES, *_HINTS))}|weight_scale_inv|weight_scale_2|weight_zero_point|weight_[gv]"
@@ -24,10 +24,10 @@ _OF_TENSOR = re.compile(r"(.+?)(_scale|_scale_inv|_zero_point|\.absmax|\.quant_m
 
 
 def dequantised_symbols(catalog: Catalog, targets: Collection[str]) -> dict[str, SymbolicTensor]:
-    """Return the checkpoint's tensors, those with a scale multiplied by it; see ``symbols_of``.
+    """Return the checkpoint's tensors, those with a scale multiplied by it.
 
-    A name in ``targets`` is the model's own. Raises ConversionError for what quantises a tensor in another
-    way, since the stored numbers are not the weights.
+    A name in ``targets`` belongs to the model itself. Raises ConversionError for other quantised tensors,
+    whose stored numbers are not the weights.
     """
     symbols = symbols_of(catalog)
     owners = {name: owner for name in symbols if name not in targets and (owner := _owner(name, symbols))}
@@ -61,7 +61,7 @@ def _owner(name: str, symbols: Mapping[str, SymbolicTensor]) -> str | None:
         return f"{beside[1] or ''}weight"
     if after := _OF_TENSOR.fullmatch(name):
         return after[1]
-    # Next to float8 numbers, whatever is called a scale: without it they are not the weights.
+    # Next to float8 numbers, any name with "scale" is a scale.
     module, _, leaf = name.rpartition(".")
     near = (one for one in (module, f"{module}.weight") if one in symbols and symbols[one].dtype in _FLOAT8)
     return next(near, None) if "scale" in leaf else None
@@ -72,7 +72,7 @@ def _is_scale(name: str, owner: str) -> bool:
 
 
 def _broadcast(weight: SymbolicTensor, scale: SymbolicTensor) -> list[int] | None:
-    """The shape in which ``scale`` multiplies ``weight``; None for a layout that is not known."""
+    """Return the shape in which ``scale`` multiplies ``weight``; None for an unknown layout."""
     if weight.dtype not in _FLOAT8 or not scale.dtype.is_floating_point:
         return None
     ones = [1] * (weight.dim() - 1)

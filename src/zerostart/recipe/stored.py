@@ -1,7 +1,7 @@
-"""The tensors of a checkpoint as symbolic tensors.
+"""Make symbolic tensors of a checkpoint's tensors.
 
-One tensor under two names is one object. Views of one storage are tensors of their own: reading them is
-served, and a write into one of them is refused, since the others might not show it.
+Two names of one tensor give one object. Views of one storage are separate tensors. They can be read, but a
+write into one is refused, since the others might not show it.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from zerostart.recipe.values import Value
 
 
 def symbols_of(catalog: Catalog) -> dict[str, SymbolicTensor]:
-    """A symbolic tensor for each tensor of the checkpoint, by its name.
+    """Return a symbolic tensor for each tensor of the checkpoint, by name.
 
     Raises CheckpointError for a dtype that torch does not have.
     """
     made: dict[str, SymbolicTensor] = {}
     storages: dict[tuple[int, int], list[TensorEntry]] = {}
     for name, tensor in catalog.weights.items():
-        # Put together of several files: no storage that others could be views of.
+        # Assembled from several files, so no other tensor is a view of its storage.
         if isinstance(tensor, Assembled):
             value = Value(tensor.pieces, tensor.shape, torch_dtype(tensor.dtype, tensor.name))
             made[name] = SymbolicTensor(Memory.holding(value))
         elif tensor.same_as in catalog.weights:
-            continue  # another name of a tensor that is there
+            continue  # a second name of another tensor
         elif not tensor.numel:
             made[name] = _alone(tensor)
         else:
-            # Where the storage itself begins in the file, by which views of one storage are known.
+            # Offset of the storage in the file, which identifies views of one storage.
             begin = tensor.offset - tensor.storage_offset * DTYPE_BITS[tensor.dtype] // 8
             storages.setdefault((tensor.file, begin), []).append(tensor)
     for entries in storages.values():
@@ -43,18 +43,18 @@ def symbols_of(catalog: Catalog) -> dict[str, SymbolicTensor]:
             made[entry.name] = _alone(entry, overlaps=next(others, None))
     for name, tensor in catalog.weights.items():
         if isinstance(tensor, TensorEntry) and tensor.same_as in made:
-            # After all storages, so that the one that it is another name of is there.
+            # After the loop over storages, so that the first name is there.
             made[name] = made[tensor.same_as]
     return {name: made[name] for name in catalog.weights}
 
 
 def copies_of(symbols: Mapping[str, SymbolicTensor]) -> dict[str, SymbolicTensor]:
-    """The tensors in memory of their own, shared as before, for code that may write into them."""
+    """Copy the tensors with their sharing, for code that may write into them."""
     return copy.deepcopy(dict(symbols))
 
 
 def _alone(entry: TensorEntry, overlaps: str | None = None) -> SymbolicTensor:
-    """A tensor that shares its memory with no other."""
+    """Make a tensor with memory that no other symbolic tensor shares."""
     pieces = geometry.whole(entry.name, entry.shape, entry.strides)
     value = Value(pieces, entry.shape, torch_dtype(entry.dtype, entry.name))
     memory = Memory.holding(value, entry.strides, entry.storage_offset)

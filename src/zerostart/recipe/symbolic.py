@@ -1,13 +1,12 @@
-"""Symbolic tensors: tensors without data, whose elements are known by where they come from.
+"""Symbolic tensors: tensors without data, known by the source addresses of their elements.
 
-A converter that runs on them runs its own code, the ordinary torch calls included; what the calls do to
-indices is recorded, and no data exists. The recording happens below torch's Python API, at the operator
-dispatcher, so that a method, a function, an einops pattern and a registered transformers operation all
+A converter runs its own code on them. The effect of each call on indices is recorded below torch's Python
+API, at the operator dispatcher. So methods, functions, einops patterns and transformers' operations all
 arrive as the same few operators.
 
-A tensor is a view of a memory, as eager torch's is: views are steps from what the memory holds, a write goes
-back through them, and every other view of the memory then shows it. Shapes, strides and the errors of
-operators are those of torch's own meta kernels.
+A symbolic tensor is a view of a memory, as in eager torch. Views are steps from the contents of the memory. A
+write goes back through the steps, and all other views show it. Shapes, strides and errors are those of
+torch's meta kernels.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from zerostart.recipe.views import Layout, Step
 from zerostart.upstream.torch.tensors import become_wrapper, make_wrapper, without_dispatch
 from zerostart.upstream.types import Arguments, Keywords
 
-# What a converter may not ask a tensor for while it is traced: its elements, and where they lie.
+# Methods that ask for the elements of a tensor, or for their address.
 
 _MEMORY = (
     *(
@@ -64,10 +63,10 @@ _CONSTANTS: ContextVar[list[weakref.ref[SymbolicTensor]] | None] = ContextVar("c
 
 @contextlib.contextmanager
 def constants_become_real() -> Iterator[None]:
-    """At the end, constants that were made inside and are still referred to are ordinary tensors.
+    """Turn constants that outlive the context into ordinary tensors.
 
-    They are in a cache or in a module, for code that runs long after the conversion. Raises ConversionError
-    for one that is kept where it cannot get elements.
+    They may be in a cache or a module, for code that runs long after the conversion. Raises ConversionError
+    for a constant that cannot be replaced.
     """
     made: list[weakref.ref[SymbolicTensor]] = []
     token = _CONSTANTS.set(made)
@@ -82,10 +81,10 @@ def constants_become_real() -> Iterator[None]:
 
 
 def _become_real(tensor: SymbolicTensor) -> None:
-    """The object stays, and so do those that share its memory, and what Python code has noted on it."""
+    """Make the object an ordinary tensor; shared memory and attributes are kept."""
     real = tensor.elements
     assert real is not None, "a constant has elements"
-    # What scripts hang on tensors goes along; what makes a tensor symbolic does not.
+    # Copy attributes of scripts, but not those of the symbolic tensor.
     noted = {k: v for k, v in tensor.__dict__.items() if k not in SymbolicTensor.__annotations__}
     if noted.pop("_is_param", False):
         real = torch.nn.Parameter(real, tensor.requires_grad)
@@ -105,8 +104,8 @@ def _become_real(tensor: SymbolicTensor) -> None:
 class SymbolicTensor(torch.Tensor):
     """A tensor without data whose elements are known by their source addresses.
 
-    ``steps`` lead from what ``memory`` holds to what the tensor shows of it. The class is a ``torch.Tensor``,
-    since converters ask with ``isinstance``.
+    ``steps`` are the views from the contents of ``memory`` to this tensor. The class derives from
+    ``torch.Tensor``, since converters ask ``isinstance``.
     """
 
     memory: Memory
@@ -114,15 +113,15 @@ class SymbolicTensor(torch.Tensor):
     _meta: torch.Tensor | None
     _known: tuple[int, Value] | None
 
-    # Everything is recorded at dispatch; the detour before it would cost more than the recording.
+    # Everything is recorded at dispatch; a detour before it would cost more than the recording.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # torch's own idiom
 
     @staticmethod
     def __new__(
         cls, memory: Memory, steps: tuple[Step, ...] = (), meta: torch.Tensor | None = None
     ) -> SymbolicTensor:
-        """The view ``steps`` of ``memory``; ``meta`` is its twin on the meta device, if there are steps."""
-        # On the CPU by its own account: what a converter makes "on the device of the weight" has values.
+        """Create the view ``steps`` of ``memory``; with steps, ``meta`` is its twin on meta."""
+        # The device is the CPU, so that tensors made "on the device of the weight" have elements.
         if meta is None:
             layout = memory.layout
             self = make_wrapper(cls, layout.shape, layout.strides, layout.offset, memory.dtype)
@@ -142,14 +141,14 @@ class SymbolicTensor(torch.Tensor):
     def of(
         cls, name: str, shape: Sequence[int], dtype: torch.dtype, strides: Sequence[int] | None = None
     ) -> SymbolicTensor:
-        """The checkpoint tensor ``name`` as it is stored (``strides`` in elements, None for row-major)."""
+        """Create the checkpoint tensor ``name``; ``strides`` in elements, None for row-major."""
         return cls(Memory.holding(Value(geometry.whole(name, shape, strides), tuple(shape), dtype), strides))
 
     @classmethod
     def filled(
         cls, pieces: Sequence[geometry.Piece], shape: Sequence[int], dtype: torch.dtype
     ) -> SymbolicTensor:
-        """A row-major tensor whose elements are those of ``pieces``, which tile its shape."""
+        """Create a row-major tensor from ``pieces`` that tile its shape."""
         return cls(Memory.holding(Value(tuple(pieces), tuple(shape), dtype)))
 
     @property
@@ -159,9 +158,9 @@ class SymbolicTensor(torch.Tensor):
 
     @property
     def value(self) -> Value:
-        """What the tensor holds now."""
+        """Present contents."""
         memory = self.memory
-        # Versions count writes that went through us; memory that NumPy sees may change without one.
+        # The version counts recorded writes; memory shared with NumPy may change without one.
         if self._known is None or self._known[0] != memory.version or memory.exported:
             self._known = (memory.version, self._shown())
         return self._known[1]
@@ -176,7 +175,7 @@ class SymbolicTensor(torch.Tensor):
 
     @property
     def pieces(self) -> tuple[geometry.Piece, ...]:
-        """Where the elements come from now."""
+        """Present sources of the elements."""
         return self.value.pieces
 
     @property
@@ -192,13 +191,13 @@ class SymbolicTensor(torch.Tensor):
 
     @property
     def elements(self) -> torch.Tensor | None:
-        """The elements themselves, in the memory's own storage; None where the checkpoint fills any of it."""
+        """The elements, in the memory's own storage; None unless it is a constant."""
         with without_dispatch():
             base = self.memory.real
             if base is None:
                 return None
             made = torch.empty(0, dtype=self.dtype, device="cpu")
-            # By `set_`, for the tensor's own strides: a reshape or a copy would not share the memory.
+            # `set_` keeps the tensor's strides and shares the memory.
             made.set_(base.untyped_storage(), self.storage_offset(), tuple(self.shape), self.stride())
             if self.is_conj():
                 made = made.conj()
@@ -206,9 +205,9 @@ class SymbolicTensor(torch.Tensor):
 
     @ours_are_refused
     def write(self, new: Value) -> None:
-        """Give the tensor, and with it every view of its memory, the elements ``new``.
+        """Replace the elements of the tensor, which all views of its memory then show.
 
-        Raises ConversionError where that cannot be followed.
+        Raises ConversionError if the write cannot be followed.
         """
         if self.memory.exported:
             raise refusal(
@@ -225,7 +224,7 @@ class SymbolicTensor(torch.Tensor):
                 f"a conversion writes into an expanded view of {names_of(self.value)}, whose elements share "
                 "memory; write into the tensor that it is a view of, or clone it"
             )
-        # 1. Forwards: what each step's base holds now, for the elements that the view does not show.
+        # 1. Forwards: the present contents of each step's base, for elements outside the view.
         values = [self.memory.value]
         for step in steps:
             values.append(step.of(values[-1]).lying(step.layout.strides))
@@ -235,11 +234,11 @@ class SymbolicTensor(torch.Tensor):
         self.memory.hold(new)
 
     def copied(self) -> SymbolicTensor:
-        """A tensor of its own with the same elements, in the same strides."""
+        """Copy the tensor and its strides."""
         return SymbolicTensor(Memory.holding(self.value, self.stride()))
 
     def become(self, other: SymbolicTensor) -> None:
-        """Be another view, as ``t.data = other`` and ``t.t_()`` have it.
+        """Become another view, as ``t.data = other`` and ``t.t_()`` do.
 
         Raises UnsupportedVersionError for a torch without the private parts that this needs.
         """
@@ -247,14 +246,14 @@ class SymbolicTensor(torch.Tensor):
         self.memory, self.steps = other.memory, other.steps
         self._meta, self._known = other.meta, None
 
-    # Methods that reach the elements past torch's dispatcher.
+    # Methods that reach the elements without torch's dispatcher.
 
     for _name in _MEMORY:
-        # At the class's making, for the names are many and what each does is the same.
+        # One refusal for each name.
         locals()[_name] = _refuses(_name)
 
     def _elements(self, asks: str) -> torch.Tensor:
-        """The elements of a constant. Raises ConversionError for those of the checkpoint."""
+        """Return the elements of a constant. Raises ConversionError for weights."""
         if not self.memory.is_constant:
             raise refusal(
                 f"the conversion of {names_of(self)} asks for the values of weights ({asks}); a "
@@ -264,37 +263,37 @@ class SymbolicTensor(torch.Tensor):
         return self.elements
 
     def tolist(self) -> Any:
-        """The elements of a constant as Python numbers. Raises ConversionError for any other tensor."""
+        """Return the elements of a constant as Python numbers. Raises ConversionError for weights."""
         return self._elements("tolist").tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """The elements of a constant as an array that shares its memory.
+        """Return the elements of a constant as an array that shares its memory.
 
-        Raises ConversionError for any other tensor.
+        Raises ConversionError for weights.
         """
         made = self._elements("numpy").numpy(force=force)
-        # NumPy can write into it from now on, without a word to torch.
+        # NumPy can write into it from now on, unseen by torch.
         self.memory.exported = True
         return made
 
     def __array__(self, *args: object, **kwargs: object) -> Any:
-        """The elements of a constant, for NumPy."""
+        """Return the elements of a constant as an array. Raises ConversionError for weights."""
         elements: Any = self._elements("numpy")
         self.memory.exported = True
         return elements.__array__(*args, **kwargs)
 
     def __format__(self, spec: str) -> str:
-        """As torch has it: the element of a tensor without dimensions, a description of any other."""
+        """Format the element of a tensor without dimensions; describe other tensors."""
         return format(self.item(), spec) if self.dim() == 0 else repr(self)
 
     def __copy__(self) -> Any:
-        """A tensor that shares the memory."""
+        """Return a tensor that shares the memory."""
         return self.detach()
 
     def __deepcopy__(self, memo: dict[int, object]) -> Any:
-        """A tensor of its own; what shares memory with it shares that of its copy."""
+        """Copy the tensor; copies of tensors that share memory share it too."""
         if id(self) not in memo:
-            # By memory, not by tensor: two views of one memory are views of one memory in the copy, too.
+            # Look up the memory, not the tensor: views of one memory share one copy.
             twin: Any = memo.get(id(self.memory))
             if twin is None:
                 twin = memo[id(self.memory)] = self.memory.copy()
@@ -307,7 +306,7 @@ class SymbolicTensor(torch.Tensor):
 
     @property
     def data(self) -> Any:
-        """The same tensor without autograd. Set, it raises ConversionError for one from outside."""
+        """The tensor without autograd. Setting a tensor from outside raises ConversionError."""
         return self.detach()
 
     @data.setter
@@ -329,12 +328,12 @@ class SymbolicTensor(torch.Tensor):
         args: Arguments = (),
         kwargs: Keywords | None = None,
     ) -> object:
-        """Record what ``func`` does to indices, or that it computes."""
+        """Record the effect of ``func`` on indices, or that it computes."""
         return record(cls, func, args, kwargs or {})
 
 
 def settled(tensor: torch.Tensor) -> SymbolicTensor:
-    """What a converter made, as it is now: a tensor of its own, constants included."""
+    """Return a result of a converter with memory that nothing else shares, constants included."""
     if isinstance(tensor, SymbolicTensor):
         return SymbolicTensor(Memory.holding(tensor.value))
     return SymbolicTensor(Memory.holding(constant(tensor.detach().cpu().clone())))

@@ -1,8 +1,7 @@
-"""The steps from a catalog and a model's expectations to recipes, all on symbolic tensors.
+"""Steps from a catalog and a model's expectations to recipes, on symbolic tensors.
 
-A library of models puts them together: what the checkpoint holds (``stored``), a conversion of it, its
-own or the caller's (``run_converter``), and then either names that are matched (``matched``, ``assembled``)
-or a module's own loading (``loaded_into``).
+A model library combines them: the tensors of the checkpoint (``stored``), a conversion (``run_converter``),
+and then matching by name (``matched``, ``assembled``) or the module's own loading (``loaded_into``).
 """
 
 from __future__ import annotations
@@ -40,9 +39,10 @@ def run_converter(
     symbols: Mapping[str, SymbolicTensor],
     known_as: str | None = None,
 ) -> dict[str, SymbolicTensor]:
-    """Run the converter on a state dict of symbolic tensors; messages call it ``known_as``, or by its name.
+    """Run the converter on a state dict of symbolic tensors.
 
-    Raises ConversionError for a conversion that fails, is random, or depends on the values of weights.
+    Messages call it ``known_as``, by default its own name. Raises ConversionError for a conversion that
+    fails, is random, or depends on values of weights.
     """
     name = known_as or str(getattr(converter, "__name__", type(converter).__name__))
     given: dict[str, torch.Tensor] = dict(copies_of(symbols))
@@ -62,7 +62,7 @@ def run_converter(
 
 
 def _line_of(error: Exception) -> str:
-    """The last line of the converter's own that ran."""
+    """Say which line of the converter ran last."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = [at for at, frame in enumerate(frames) if frame.filename == __file__]
     called = frames[ours[-1] + 1 :] if ours else []
@@ -70,7 +70,7 @@ def _line_of(error: Exception) -> str:
 
 
 def _nearest(error: Exception, given: Mapping[str, object]) -> str:
-    """The name in the checkpoint that a missing key may have meant."""
+    """Suggest a name of the checkpoint for a missing key."""
     if not isinstance(error, KeyError) or not error.args or not isinstance(error.args[0], str):
         return ""
     close = get_close_matches(error.args[0], list(given)[:5000], n=1, cutoff=0.6)
@@ -96,7 +96,7 @@ def matched(
     ignored: tuple[str, ...] = (),
     dropped: tuple[str, ...] = (),
 ) -> Recipes:
-    """Recipes out of a state dict whose names are the model's; ``dropped`` are names that it left out.
+    """Make recipes of a state dict with the model's names; ``dropped`` names are unexpected.
 
     Raises ConversionError as ``assembled`` does.
     """
@@ -105,7 +105,7 @@ def matched(
 
 
 def _tensors(model: torch.nn.Module) -> dict[str, tuple[torch.Tensor, bool]]:
-    """Parameters and buffers by name, tied names included, and which of them are buffers."""
+    """Return parameters and buffers by name, and whether each is a buffer."""
     return {
         **{name: (t, False) for name, t in model.named_parameters(remove_duplicate=False)},
         **{name: (t, True) for name, t in model.named_buffers(remove_duplicate=False)},
@@ -120,9 +120,10 @@ def assembled(
     conversions: tuple[object, ...],
     ignored: tuple[str, ...] = (),
 ) -> Recipes:
-    """Match what a conversion gives, of which ``converted`` are not merely renamed, with what is expected.
+    """Match the result of a conversion with the expected tensors.
 
-    Raises ConversionError for a cast of values that cannot be followed.
+    ``converted`` has the names that are not only renamed. Raises ConversionError for a cast that cannot be
+    followed.
     """
     by_name: dict[str, Recipe] = {}
     missing: list[str] = []
@@ -152,10 +153,10 @@ def _as_stored(name: str, tensor: SymbolicTensor) -> bool:
 
 @contextmanager
 def one_thread(wanted: bool = True) -> Iterator[None]:
-    """Have each operator computed by the thread that calls it, here and in threads that start meanwhile.
+    """Compute each operator only in its calling thread, in threads started inside too.
 
-    torch divides long loops among its threads, and what each of them has left over at its end is computed by
-    another routine; sums are added up in another order. Several of our own threads compute at a time anyway.
+    torch divides long loops among threads; the ends of their parts use another routine, and sums another
+    order. zerostart's own threads already use all processors.
     """
     before = torch.get_num_threads()
     if not wanted or before == 1:
@@ -172,10 +173,9 @@ aten = torch.ops.aten
 _REMEDY = "Pass a converter that makes the state dict the module's own, and build the module without it"
 
 
-# A module's own ``load_state_dict`` may change names and tensors on their way to it: with hooks, with a
-# ``_load_from_state_dict`` of its own, by what it reads of versions. All of it runs here as it would in
-# torch, on the module on meta: which tensor is copied into which is noted, and of several into one the last
-# stays. What the module computes out of its own tensors is logged with its construction.
+# A module's own loading may change names and tensors: by hooks, by its own ``_load_from_state_dict``, by
+# versions. All of it runs here on the module on meta. Each copy into a tensor is recorded, and the last one
+# counts. Computations on the module's own tensors are logged with its construction.
 def loaded_into(
     model: nn.Module,
     symbols: Mapping[str, SymbolicTensor],
@@ -183,22 +183,22 @@ def loaded_into(
     versions: Mapping[str, Mapping[str, object]] | None,
     log: AbstractContextManager[object],
 ) -> Recipes:
-    """Run the module's own ``load_state_dict`` on ``symbols``, and return what it fills as recipes.
+    """Run the module's own ``load_state_dict`` on ``symbols``; return recipes of the filled tensors.
 
-    ``versions`` is what torch saves as ``_metadata``. What the model, on meta, does to its own tensors
-    happens inside ``log``. Raises ConversionError for a model whose loading needs values, is random, or keeps
-    tensors elsewhere.
+    ``versions`` is the ``_metadata`` that torch saves. Changes of the model's own tensors on meta run inside
+    ``log``. Raises ConversionError for a model whose loading needs values, is random, or keeps tensors
+    elsewhere.
     """
     before = {name: tensor.dtype for name, (tensor, _) in _tensors(model).items()}
     state: Any = OrderedDict(copies_of(symbols))
     if versions is not None:
-        # Copies: torch's own loading pops and sets entries while it goes down the modules.
+        # Copies, since torch's loading changes entries.
         state._metadata = OrderedDict((name, dict(entry)) for name, entry in versions.items())
     kind = type(model).__name__
     copies = _Copies(kind)
     keys: list[Any] = []
     watched: Any = model
-    # Registered last, and so called after the module's own hooks, which may change the lists.
+    # Registered last, so called after the module's own hooks, which may change the lists.
     handle = watched.register_load_state_dict_post_hook(lambda _, found: keys.append(deepcopy(found)))
     failure: RuntimeError | None = None
 
@@ -215,11 +215,11 @@ def loaded_into(
     try:
         with _as_torch_does():
             returned = recorded(f"the loading of {kind}", load)
-        # A `load_state_dict` of the module's own may never run the hook.
+        # A module with its own `load_state_dict` may never run the hook.
         keys = keys or [returned]
     except ConversionError:
         raise
-    except RuntimeError as error:  # torch's report of shapes that differ, or anything else
+    except RuntimeError as error:  # shapes that differ, or another error
         failure = error
     except Exception as error:
         raise ConversionError(
@@ -247,9 +247,9 @@ def _recipes(
     targets: Mapping[str, Target],
     before: Mapping[str, torch.dtype],
 ) -> dict[str, Recipe]:
-    # The module may have changed its tensors while it was loaded: where no dtype is asked for, that stays.
+    # Loading may have changed dtypes of the module; they count if the caller asked for none.
     now = _tensors(model)
-    # By identity: a tied tensor is stored under one of its names, and "converted" under none of them.
+    # By identity: a tied tensor has several names, and is stored under only one of them.
     stored = {id(symbol) for name, symbol in filled.items() if _as_stored(name, symbol)}
     by_name: dict[str, Recipe] = {}
     for name, symbol in filled.items():
@@ -264,7 +264,7 @@ def _recipes(
 
 
 class _Copies(TorchDispatchMode):
-    """Notes which symbolic tensor is copied into which tensor of a module; all else happens."""
+    """A mode that records copies of symbolic tensors into tensors of a module."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -279,7 +279,7 @@ class _Copies(TorchDispatchMode):
         args: Arguments = (),
         kwargs: Keywords | None = None,
     ) -> object:
-        """Note a copy; refuse what would need the values that were to be copied."""
+        """Record a copy; refuse operators that would need the copied values."""
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         if any(_is_constant(t) for t in given) and any(t.device.type == "meta" for t in given):
             args, kwargs = tree_map(
@@ -288,7 +288,7 @@ class _Copies(TorchDispatchMode):
             given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         symbolic = [t for t in given if isinstance(t, SymbolicTensor)]
         if func is aten.copy_.default and len(symbolic) == 1 and symbolic[0] is args[1]:
-            # As it is now: the module may go on to change what it took from the checkpoint.
+            # Copy now: the module may change the tensor later.
             symbol = symbolic[0]
             if symbol.shape != args[0].shape:
                 symbol = symbol.expand(args[0].shape)
@@ -296,7 +296,7 @@ class _Copies(TorchDispatchMode):
             self._memory.add(_memory(args[0]))
             return args[0]
         if func is aten.copy_.default and not symbolic and _place(args[0]) == _place(args[1]):
-            return args[0]  # what is missing keeps the value that it has
+            return args[0]  # a missing tensor keeps its value
         if not func.is_view and func is not aten.detach.default:
             own = [t for t in given if not isinstance(t, SymbolicTensor)]
             mixed = symbolic and any(t.device.type == "meta" for t in own)
@@ -311,12 +311,12 @@ class _Copies(TorchDispatchMode):
         names: dict[tuple[Any, ...], list[str]] = {}
         for name, (tensor, _) in _tensors(model).items():
             if isinstance(tensor, SymbolicTensor):
-                continue  # assigned, and not copied: see ``_assigned``
+                continue  # found by ``_assigned``
             names.setdefault(_place(tensor), []).append(name)
         made: dict[tuple[Any, ...], SymbolicTensor] = {}
         for target, symbol in self._made:
             assert isinstance(symbol, SymbolicTensor), "what is made of a symbolic tensor is one"
-            # Taken out first, so that the last copy also has the last place in the order.
+            # Removed first, so that the last copy is also last in the order.
             made.pop(_place(target), None)
             made[_place(target)] = symbol
         if made.keys() - names.keys():

@@ -1,7 +1,7 @@
-"""What a symbolic tensor holds: pieces of the checkpoint and of what is computed from it, in a shape.
+"""Contents of symbolic tensors: pieces of checkpoint and computed tensors, in a shape.
 
-A value never changes; a tensor that is written into gets another. Operators that move elements make a value
-by changing pieces (``operators``); all others make a computed one, whose elements the pieces then refer to.
+A value never changes; a write gives the tensor another value. Operators that move elements change the pieces
+(``operators``). All others make a computed tensor that the new pieces refer to.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ from zerostart.recipe.dtypes import holds
 from zerostart.recipe.refusals import refusal
 from zerostart.upstream.types import Arguments, Keywords
 
-# Computed tensors: the result of an operator that does more than move elements.
-
 
 @dataclass(frozen=True, slots=True)
 class Value:
@@ -34,9 +32,9 @@ class Value:
     pieces: tuple[Piece, ...]
     shape: tuple[int, ...]
     dtype: torch.dtype
-    #: Dtypes that the elements are stored in, before the cast to ``dtype``; by default that one.
+    #: Stored dtypes of the elements, before the cast to ``dtype``; by default ``dtype``.
     stored: frozenset[torch.dtype] = frozenset()
-    #: Strides of the tensor in eager torch, whose kernels depend on them, in elements; None for row-major.
+    #: Strides of the tensor in eager torch, in elements; None for row-major. torch's kernels depend on them.
     strides: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -57,62 +55,61 @@ class Value:
         return {s for piece in self.pieces for s in piece.source if isinstance(s, Computed)}
 
     def split(self, factors: Sequence[Sequence[int]]) -> Value:
-        """Split the dimensions like those of the result that the value is broadcast to; row-major."""
+        """Split the dimensions like those of a broadcast result; row-major."""
         shape: list[int] = []
         for size, parts in zip(self.shape, factors[len(factors) - len(self.shape) :], strict=True):
             shape += parts if size != 1 else [1] * len(parts)
         return Value(reshape(self.pieces, self.shape, shape), tuple(shape), self.dtype)
 
     def lying(self, strides: Sequence[int]) -> Value:
-        """The value of a tensor with ``strides``, whatever the strides of what it was made from."""
+        """Return the value with other strides."""
         known = None if contiguous_strides(self.shape, tuple(strides)) else tuple(strides)
         return self if known == self.strides else replace(self, strides=known)
 
     def on_meta(self) -> torch.Tensor:
-        """A tensor on the meta device with the shape, dtype and strides."""
+        """Return a meta tensor with the shape, dtype and strides."""
         strides = self.strides or geometry.row_major_strides(self.shape)
         return torch.empty_strided(self.shape, strides, dtype=self.dtype, device="meta")
 
     def rounds(self, dtype: torch.dtype) -> bool:
-        """Whether the value's own dtype loses what the stored elements, cast to ``dtype``, might keep."""
+        """Return True if ``self.dtype`` loses digits that a direct cast to ``dtype`` would keep."""
         return dtype != self.dtype and any(not holds(self.dtype, stored) for stored in self.stored)
 
     @classmethod
     def of(cls, source: Computed) -> Value:
-        """What ``source`` computes."""
+        """Return the result of ``source``."""
         return cls(geometry.whole(source, source.shape), source.shape, source.dtype)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Computed:
-    """The result of an operator, in the place of a checkpoint tensor; compared by identity."""
+    """The result of an operator, used like a checkpoint tensor; compared by identity."""
 
-    #: An ATen operator; None for a constant (``value``) that the conversion made.
+    #: An ATen operator; None for a constant, whose elements are ``value``.
     function: Callable[..., Any] | None
     shape: tuple[int, ...]
     dtype: torch.dtype
     operands: tuple[Value, ...] = ()
-    #: Places of the operands among the leaves of ``spec``.
+    #: Positions of the operands among the leaves of ``spec``.
     at: tuple[int, ...] = ()
-    #: For each operand whether a part of the result needs only the same part of it; the others are needed
-    #: whole.
+    #: True for each operand of which a part of the result needs only the same part.
     aligned: tuple[bool, ...] = ()
     #: All other arguments, in the tree ``spec``.
     rest: Arguments = ()
     spec: TreeSpec | None = None
-    #: Which of several results it is; None where there is one.
+    #: Number of the result; None if there is only one.
     output: int | None = None
-    #: True if each box of the result can be computed by itself, bit for bit. All else is computed whole, from
-    #: operands in the strides of eager torch.
+    #: True if each box of the result can be computed separately, bit for bit. Other results are computed
+    #: whole, from operands in the strides of eager torch.
     exact: bool = True
     value: torch.Tensor | None = field(default=None, repr=False)
-    #: Whether any part of the result needs an operator that has to be computed whole.
+    #: True if this or an operand's computation needs whole tensors.
     whole: bool = field(init=False)
-    #: Memory that evaluating one element takes: its own, and that of everything it is made from.
+    #: Memory for computing one element, operands included, in bytes.
     element_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
-        """Sum up what it is made from, once: a chain of computations may be long, and share its parts."""
+        """Sum up the operands once: long chains share their parts."""
         whole, nbytes = not self.exact, self.dtype.itemsize
         for operand, aligned in zip(self.operands, self.aligned, strict=True):
             made = operand.computed
@@ -133,7 +130,10 @@ class Computed:
     def evaluate(
         self, operands: Sequence[torch.Tensor], box: Box, factors: Sequence[Sequence[int]]
     ) -> torch.Tensor:
-        """The elements of ``box`` (of the shape split by ``factors``) from the operands' regions for it."""
+        """Compute a box of the result from the same regions of the operands.
+
+        ``box`` is in the shape split by ``factors``.
+        """
         if self.function is None:
             assert self.value is not None, "a constant has a value"
             split = [size for parts in factors for size in parts]
@@ -153,7 +153,7 @@ class Computed:
 
 
 def leaves_of(pieces: Sequence[Piece]) -> set[str]:
-    """Names of the checkpoint tensors that ``pieces`` are read from, by way of computations or not."""
+    """Return the names of all checkpoint tensors that ``pieces`` depend on."""
     names: set[str] = set()
     seen: set[int] = set()
     todo: list[object] = [source for piece in pieces for source in piece.source]
@@ -168,7 +168,7 @@ def leaves_of(pieces: Sequence[Piece]) -> set[str]:
 
 
 aten = torch.ops.aten
-#: Operators whose CPU kernels lay out results in another way than their meta kernels, of any tensors, or of
+#: Operators whose CPU kernels lay out results differently from their meta kernels: for all tensors, or for
 #: tensors that are not contiguous.
 _UNKNOWN_LAYOUT = {
     *(aten._fft_r2c, aten._fft_c2r, aten._fft_c2c, aten._linalg_svd, aten.svd, aten.linalg_eig),
@@ -179,21 +179,21 @@ _ROWS_ONLY = {
     *(aten.mse_loss_backward, aten.huber_loss_backward, aten.smooth_l1_loss_backward),
     aten.native_dropout_backward,
 }
-#: By operator: what it does to values (``operators`` and ``views`` fill it).
+#: Effect of each operator on values, filled by ``operators`` and ``views``.
 HANDLERS: dict[object, Callable[..., Value]] = {}
 
 
 def constant(tensor: torch.Tensor) -> Value:
-    """A tensor with elements, which a conversion made itself; it must not change afterwards."""
+    """Return the value of a tensor with elements, which must not change afterwards."""
     tensor = tensor.detach()
     return Value.of(Computed(None, tuple(tensor.shape), tensor.dtype, value=tensor))
 
 
 def compute(func: OpOverload, args: Arguments, kwargs: Keywords, made: Any = None) -> Any:
-    """The result of an operator that does more than move elements, of arguments with values for tensors.
+    """Return the result of an operator that computes.
 
-    ``made`` is what the operator gives on the meta device, where that is known. Raises ConversionError for
-    an operator whose result is random or depends on the elements in a way that a shape cannot say.
+    Arguments have values in place of tensors. ``made`` is the result on meta, if known. Raises
+    ConversionError for a random operator, and for one whose shape depends on elements.
     """
     if torch.Tag.nondeterministic_seeded in func.tags:
         raise refusal(f"the conversion of {names_of(args, kwargs)} calls {func}, which is random")
@@ -201,7 +201,7 @@ def compute(func: OpOverload, args: Arguments, kwargs: Keywords, made: Any = Non
         twins, others = tree_map(_empty, args), tree_map(_empty, kwargs)
         check_layout(func, [t for t in tree_leaves((twins, others)) if isinstance(t, torch.Tensor)], args)
         made = func(*twins, **others)
-    # Operands keep the strides of their values, since bits of the result may depend on them.
+    # Operands keep their strides, since bits of the result may depend on them.
     flat, spec = tree_flatten((tuple(args), dict(kwargs)))
     at = tuple(i for i, value in enumerate(flat) if isinstance(value, Value))
     operands = tuple(flat[i] for i in at)
@@ -221,13 +221,13 @@ def compute(func: OpOverload, args: Arguments, kwargs: Keywords, made: Any = Non
 
 
 def computed(func: OpOverload, *args: object, **kwargs: object) -> Value:
-    """``compute`` of an operator with one result."""
+    """Return the only result of an operator that computes."""
     result: Value = compute(func, args, kwargs)
     return result
 
 
 def check_layout(func: OpOverload, twins: Sequence[torch.Tensor], *arguments: object) -> None:
-    """Refuse an operator whose result may lie otherwise in memory than torch's meta kernel says."""
+    """Refuse an operator whose CPU kernel may use other strides than its meta kernel."""
     names = {func, func._overloadpacket}
     if names & _UNKNOWN_LAYOUT or (names & _ROWS_ONLY and not all(t.is_contiguous() for t in twins)):
         raise refusal(
@@ -237,12 +237,11 @@ def check_layout(func: OpOverload, twins: Sequence[torch.Tensor], *arguments: ob
 
 
 def _empty(value: object) -> object:
-    """A value as a tensor on the meta device; anything else as it is."""
     return value.on_meta() if isinstance(value, Value) else value
 
 
 def depends_on_values(func: OpOverload, *arguments: object) -> ConversionError:
-    """The error for an operator whose result depends on the elements of ``arguments``."""
+    """Return the error for an operator whose result depends on values of weights."""
     return refusal(
         f"the conversion of {names_of(*arguments)} calls {func}, whose result depends on the values of the "
         "weights; a conversion has to do the same whatever they are"
@@ -250,7 +249,7 @@ def depends_on_values(func: OpOverload, *arguments: object) -> ConversionError:
 
 
 def names_of(*arguments: object) -> str:
-    """The checkpoint tensors that values, and what has a ``value``, draw from, for a message."""
+    """List the checkpoint tensors that the arguments depend on, for a message."""
     found = sorted({name for value in _values(arguments) for name in leaves_of(value.pieces)})
     return (", ".join(found[:3]) or "a constant") + (", ..." if len(found) > 3 else "")
 
@@ -269,19 +268,19 @@ def _values(argument: object) -> Iterator[Value]:
 
 aten = torch.ops.aten
 
-#: Element by element too, though torch does not tag them so.
+#: Also element by element, though torch does not tag them so.
 _POINTWISE = {
     *(aten._to_copy.default, aten._conj_physical.default, aten.masked_fill.Tensor, aten.hardswish.default),
     *(aten.floor_divide.default, aten.floor_divide.Scalar),
 }
-#: They move, select or compare elements, or combine their bits, of any dtype.
+#: Operators that move, select or compare elements, or combine truth values, of any dtype.
 _MOVES = {
     *(aten._to_copy, aten.clone, aten._conj_physical, aten.where, aten.masked_fill, aten.positive),
     *(aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge),
     *(aten.isnan, aten.isinf, aten.isfinite, aten.isposinf, aten.isneginf, aten.signbit),
     *(aten.logical_and, aten.logical_or, aten.logical_xor, aten.logical_not),
 }
-#: Rounded once, as IEEE 754 has it; the sums only where nothing is multiplied before.
+#: Rounded once, by IEEE 754; sums only if nothing is multiplied before.
 _ROUNDED = {aten.abs, aten.neg, aten.mul, aten.reciprocal, aten.div.Tensor, aten.div.Scalar, aten.true_divide}
 _SUMS = {aten.add, aten.sub, aten.rsub}
 
@@ -293,10 +292,10 @@ def _aligned_operands(
     operands: Sequence[Value],
     made: torch.Tensor,
 ) -> tuple[bool, ...] | None:
-    """For each operand, True if a box of the result needs only the same box of it; None if computed whole.
+    """Return which operands a box of the result needs only the same box of.
 
-    torch's loops put full vectors through one routine and what is left over through another. Both give the
-    same bits only where IEEE 754 says how an element is rounded. Everything else is computed whole.
+    None if the result is computed whole. torch's loops compute full vectors and the rest by different
+    routines. These agree bit for bit only where IEEE 754 defines the rounding.
     """
     if func is aten.view.dtype and made.dtype.itemsize == operands[0].dtype.itemsize:
         return (True,)

@@ -1,7 +1,7 @@
-"""Views: what an operator takes out of a value, and what a value becomes when its view is written into.
+"""Views of values, and writes through them.
 
-Each view is one step from a value to the next: an operator that moves elements, whose pieces follow it both
-ways.
+Each view is one step from a value to the next: an operator whose pieces can be followed forwards and, for a
+write, backwards.
 """
 
 from __future__ import annotations
@@ -29,16 +29,14 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where the elements of a tensor lie in its storage."""
+    """Positions of a tensor's elements in its storage, in elements."""
 
     shape: tuple[int, ...]
-    #: In elements.
     strides: tuple[int, ...]
-    #: In elements.
     offset: int
 
     def overlaps(self) -> bool:
-        """True if several elements may have one address."""
+        """Return True if several elements may have one address."""
         span = 1
         for stride, size in sorted(zip(self.strides, self.shape, strict=True)):
             if size > 1 and stride < span:
@@ -52,14 +50,14 @@ class Step:
     """One view of a value."""
 
     func: OpOverload
-    #: Its further arguments.
+    #: Further arguments of ``func``.
     args: Arguments
-    #: Of the result.
+    #: Layout of the result.
     layout: Layout
 
     @property
     def reads_anew(self) -> bool:
-        """Whether the elements of the view are others than those of what it is taken of."""
+        """True if the elements are computed from those of the base."""
         return self.func in _COMPUTED
 
     @property
@@ -68,15 +66,15 @@ class Step:
         return self.func is aten.expand.default and self.layout.overlaps()
 
     def of(self, base: Value) -> Value:
-        """What the view shows of ``base``."""
+        """Return the view of ``base``."""
         return HANDLERS[self.func](base, *self.args)
 
     def written(self, base: Value, new: Value) -> Value:
-        """``base``, where its view has become ``new``."""
+        """Return ``base`` after ``new`` was written into its view."""
         return KNOWN_VIEWS[self.func](base, new, *self.args)
 
 
-#: Views that leave everything as it is.
+#: Views that change nothing.
 SAME = {aten.alias.default, aten.detach.default}
 
 
@@ -101,7 +99,7 @@ def _as_dtype(t: Value, dtype: torch.dtype) -> Value:
     return t if t.dtype == dtype else computed(aten.view.dtype, t, dtype)
 
 
-#: By operator: views whose elements are computed.
+#: Views with computed elements.
 _COMPUTED: dict[object, Callable[..., Value]] = {
     aten._conj.default: _conjugate,
     aten._neg_view.default: functools.partial(computed, aten.neg.default),
@@ -110,7 +108,7 @@ _COMPUTED: dict[object, Callable[..., Value]] = {
     aten.view.dtype: _as_dtype,
 }
 HANDLERS.update(_COMPUTED)
-#: By operator: the value that a view was taken of, after a write into the view.
+#: The base of each view after a write: ``(base, new view, further arguments) -> base``.
 KNOWN_VIEWS: dict[object, Callable[..., Value]] = {
     aten.view.default: _reshaped,
     aten._unsafe_view.default: _reshaped,
@@ -133,7 +131,7 @@ KNOWN_VIEWS: dict[object, Callable[..., Value]] = {
 
 
 def single_views(func: OpOverload, shape: Sequence[int], args: Arguments) -> list[tuple[Any, Arguments]]:
-    """A view with several results as views with one each."""
+    """Split a view with several results into views with one each."""
     if func is aten.unbind.int:
         dim = args[0] if args else 0
         return [(aten.select.int, (dim, index)) for index in range(shape[dim])]
