@@ -1,4 +1,4 @@
-"""Models without their weights: built on meta, every tensor's origin settled before anything is sharded."""
+"""Models without weights: built on meta, with a source for every tensor before sharding."""
 
 from zerostart.models.aliases import Alias, Aliases, replace_tensor, state_names
 from zerostart.models.build import (

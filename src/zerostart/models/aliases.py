@@ -1,8 +1,8 @@
-"""Where a model keeps its parameters and buffers a second time, and making these places follow them.
+"""Find references to parameters and buffers outside a module's registry, and update them.
 
-A load replaces parameters: they change their dtype, are cut, and become the engine's. A list that a module
-has made of its parameters would keep what was there before. So such places are found when the model has just
-been built, and given what is under the name afterwards.
+A load replaces parameters: they change dtype, are cut, and belong to the engine. A list of parameters in a
+module would keep the old ones. So such references are found right after construction, and updated when a
+parameter is replaced.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from zerostart.errors import BuildError
 from zerostart.models.operator_log import storage_key
 
-# Places where a model keeps tensors that no state dict knows: attributes, and what these hold.
-
 
 @dataclass(frozen=True)
 class Slot:
-    """A place; ``path`` is how one would write it, ``hidden`` whether it is inside an unregistered module.
+    """A place in a model that holds a tensor, outside or inside the registry.
 
-    It is looked up anew each time, so that a container may be replaced by one of the same form.
+    ``path`` is its Python expression, ``hidden`` says that it is inside an unregistered module. ``get`` looks
+    it up again each time, so containers may be replaced by others of the same form.
     """
 
     path: str
@@ -38,32 +37,32 @@ class Slot:
     hidden: bool = False
 
     def within(self, suffix: str, get: Callable[[Any], object], put: Callable[[Any, Any], None]) -> Slot:
-        """A place inside what lies here, which ``get`` and ``put`` are given."""
+        """Return a place inside the object here, which ``get`` and ``put`` receive."""
         return Slot(
             self.path + suffix, lambda: get(self.get()), lambda new: put(self.get(), new), self.hidden
         )
 
 
-#: What every module has of its own and registers tensors in.
+#: Attributes in which every module registers tensors.
 _REGISTERED = frozenset(("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"))
-#: What holds nothing.
+#: Types of objects that hold no tensors.
 _ATOMS: tuple[type, ...] = (str, bytes, int, float, complex, type(None), type, types.ModuleType)
 _ATOMS += (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, torch.Generator)
 
 
 def registered(module: nn.Module, leaf: str, path: str) -> Slot:
-    """The place of a parameter or buffer, past the setters."""
+    """Return the place of a parameter or buffer, bypassing setters."""
     held: Any = module._parameters if leaf in module._parameters else module._buffers
     return Slot(path, lambda: held[leaf], functools.partial(held.__setitem__, leaf))
 
 
 def tensor_slots(model: nn.Module) -> Iterator[Slot]:
-    """Every place with a tensor that is not registered, in the order of the modules."""
-    # Modules of the model are walked by ``named_modules``: met inside an attribute they are passed over.
+    """Yield every place with an unregistered tensor, in the order of the modules."""
+    # Registered modules come from ``named_modules``; skip them inside attributes.
     own = {id(module) for module in model.modules()}
     seen: dict[int, object] = {}
     for prefix, module in model.named_modules():
-        # By a list and not by recursion: structures may be deeper than Python's stack.
+        # A list instead of recursion: structures may be deeper than Python's stack.
         waiting = list(_inside(_place_of(module, prefix), module, _REGISTERED))
         while waiting:
             slot = waiting.pop()
@@ -73,8 +72,7 @@ def tensor_slots(model: nn.Module) -> Iterator[Slot]:
             elif isinstance(value, nn.Module):
                 if id(value) not in own and _first(value, seen):
                     waiting += _inside(replace(slot, hidden=True), value)
-            # What cannot be changed in place is entered each time it is met: every place that holds it has to
-            # be given a new one.
+            # Immutable objects are entered each time: every place that holds one needs a new one.
             elif isinstance(value, (tuple, weakref.ref)) or _first(value, seen):
                 waiting += _inside(slot, value)
 
@@ -87,17 +85,17 @@ def _first(value: object, seen: dict[int, object]) -> bool:
 
 
 def _empty(value: object) -> bool:
-    # Instances of other classes may have attributes besides.
+    # Instances of subclasses may have attributes too.
     return isinstance(value, _ATOMS) or (type(value) in (dict, OrderedDict, list, tuple) and not value)
 
 
 def _place_of(module: nn.Module, path: str) -> Slot:
-    """The place of a registered module, which is never set."""
+    """Return the place of a registered module, which is never set."""
     return Slot(path, lambda: module, lambda _: None)
 
 
 def _inside(slot: Slot, value: object, but: frozenset[str] = frozenset()) -> Iterator[Slot]:
-    """The places inside ``value``, which lies in ``slot``; no attributes with the names ``but``."""
+    """Yield the places inside ``value`` in ``slot``, without the attributes ``but``."""
     if isinstance(value, weakref.ref):
         if value() is not None:
             yield slot.within("()", lambda held: held(), functools.partial(_refer, slot))
@@ -131,7 +129,7 @@ def _attribute(slot: Slot, leaf: str) -> Slot:
 def _item(slot: Slot, key: Any) -> Slot:
     def put(held: Any, new: object) -> None:
         if isinstance(held, tuple):
-            made = getattr(type(held), "_make", type(held))  # a named tuple takes its parts one by one
+            made = getattr(type(held), "_make", type(held))  # a named tuple takes its parts as arguments
             slot.set(made([*held[:key], new, *held[key + 1 :]]))
         else:
             held[key] = new
@@ -145,32 +143,32 @@ def _refer(slot: Slot, reference: Any, new: object) -> None:
 
 @dataclass(frozen=True)
 class Alias:
-    """The place ``slot`` holds the parameter or buffer ``name`` itself, or (``detached``) its data."""
+    """An unregistered place with a parameter or buffer, or its data if ``detached``."""
 
     slot: Slot
     name: str
     detached: bool = False
 
     def follow(self, tensor: torch.Tensor) -> None:
-        """Put what is now under the name there."""
+        """Put the new tensor there."""
         self.slot.set(tensor.detach() if self.detached else tensor)
 
 
 @dataclass(frozen=True)
 class _View:
-    """A place that looks at elements of a tensor elsewhere."""
+    """A place that holds a view of a tensor in another place."""
 
     slot: Slot
-    #: The buffer that the place is of; None for an attribute.
+    #: Name of the buffer here; None for an attribute.
     name: str | None
-    #: The place of the tensor that holds all the elements.
+    #: Place of the tensor with all the elements.
     base: Slot
-    #: The buffer that the base is; None for an attribute.
+    #: Name of the buffer there; None for an attribute.
     base_name: str | None
-    #: Of the view, and so ``stride``, both in elements.
+    #: Size and ``stride`` of the view, in elements.
     size: tuple[int, ...]
     stride: tuple[int, ...]
-    #: Elements from the beginning of the base.
+    #: Elements from the start of the base.
     offset: int
 
     def of(self, base: torch.Tensor) -> torch.Tensor:
@@ -179,21 +177,21 @@ class _View:
 
 @dataclass(frozen=True)
 class Aliases:
-    """Places that hold a parameter or buffer of a model, and those that share the memory of a buffer."""
+    """Unregistered references to parameters and buffers, and views that share a buffer's memory."""
 
     entries: tuple[Alias, ...]
     views: tuple[_View, ...]
-    #: What is in the places, by name: a weak reference alone would not keep it until it is replaced.
+    #: Tensors of the entries by name; weak references do not keep them alive.
     alive: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @staticmethod
     def of(model: nn.Module, views: bool = True) -> Aliases:
-        """What there is in a model that has just been built.
+        """Find the aliases of a model right after its construction.
 
-        Without ``views`` its loader gives each name a tensor of its own, whatever shared memory before.
-        Raises BuildError, with the names, for memory of parameters that is shared in a way no load can keep.
+        Without ``views``, the loader gives each name separate memory. Raises BuildError, with names, for
+        parameters that share memory in another way.
         """
-        # Reversed, so that of several names of one tensor the first one stays.
+        # Reversed, so that the first of several names counts.
         named = {id(tensor): (slot, tensor) for slot, tensor in reversed([*_registered(model)])}
         own = {id(p) for p in model.parameters()}
         memory = {_memory(t): slot.path for slot, t in named.values() if id(t) in own and _memory(t)}
@@ -222,31 +220,31 @@ class Aliases:
         return Aliases(tuple(kept), looking, {alias.name: _tensor(model, alias.name) for alias in kept})
 
     def without_values(self) -> set[int]:
-        """``id`` of the tensors in unregistered places that need no values of their own."""
+        """Return ``id`` of unregistered tensors that follow others."""
         unregistered = [alias.slot for alias in self.entries] + [v.slot for v in self.views if v.name is None]
         return {id(slot.get()) for slot in unregistered}
 
     def follow(self, model: nn.Module) -> None:
-        """Give each place what is now under its name."""
+        """Update each place with the present tensor of its name."""
         now = {name: _tensor(model, name) for name in self.alive}
         for alias in self.entries:
             alias.follow(now[alias.name])
         self.alive.update(now)
 
     def join(self, loaded: Collection[str]) -> None:
-        """Let what shares memory share it again, once all have their values.
+        """Restore shared memory once all tensors have values.
 
-        ``loaded`` has the buffers that the checkpoint fills, in the order in which torch would copy them:
-        where two fill the same elements, the later one stays.
+        ``loaded`` lists the buffers from the checkpoint in the order in which torch copies them. If two fill
+        the same elements, the later one counts.
         """
         order = {name: at for at, name in enumerate(loaded)}
-        # What the checkpoint does not fill comes first (-1), and later copies win, as in torch's own loading.
+        # Buffers that the checkpoint lacks come first (-1).
         for view in sorted(self.views, key=lambda view: order.get(view.name or "", -1)):
             part, own = view.of(view.base.get()), view.slot.get()
             at = order.get(view.name or "", -1)
             if view.name is not None and (view.base_name is None or at > order.get(view.base_name, -1)):
                 part.copy_(own)
-            # A buffer is where the load has put it, and as the checkpoint stores it.
+            # Keep a buffer on the device and in the dtype that the load gave it.
             if view.name is None or (part.device == own.device and (at < 0 or part.dtype == own.dtype)):
                 view.slot.set(part)
 
@@ -260,7 +258,7 @@ def _registered(model: nn.Module) -> Iterator[tuple[Slot, torch.Tensor]]:
 
 
 def _memory(tensor: torch.Tensor) -> int | None:
-    """Identity of the memory that a tensor looks at; None where it has none that others could look at."""
+    """Return the identity of a tensor's memory; None for memory that cannot be shared."""
     if (
         tensor.layout != torch.strided
         or not tensor.numel()
@@ -278,7 +276,7 @@ def _tensor(model: nn.Module, name: str) -> torch.Tensor:
 
 
 def _check_parameters(named: Iterable[tuple[Slot, torch.Tensor]], memory: Mapping[int | None, str]) -> None:
-    """Refuse parameters, and buffers, that are views of another parameter."""
+    """Refuse tensors that are views of another parameter."""
     for slot, tensor in named:
         other = memory.get(_memory(tensor), slot.path)
         if other != slot.path:
@@ -299,7 +297,7 @@ def _refreshed(model: nn.Module) -> set[str]:
 
 
 def _views(found: list[tuple[Slot, str | None, torch.Tensor]]) -> Iterator[_View]:
-    """What looks at elements of a tensor that holds all of them. Raises BuildError for a mere overlap."""
+    """Yield views of a buffer or an attribute. Raises BuildError for a partial overlap."""
     by_memory: dict[int, list[tuple[Slot, str | None, torch.Tensor]]] = {}
     for entry in found:
         memory = _memory(entry[2])
@@ -312,7 +310,7 @@ def _views(found: list[tuple[Slot, str | None, torch.Tensor]]) -> Iterator[_View
 
 def _views_of_one(group: list[tuple[Slot, str | None, torch.Tensor]]) -> Iterator[_View]:
     whole: list[tuple[Slot, str | None, torch.Tensor]] = []
-    # Of equals the first: a buffer before an attribute, since buffers are what a load fills.
+    # Largest first; buffers before equal attributes, since a load fills buffers.
     for slot, name, tensor in sorted(group, key=lambda e: (-_extent(e[2])[2], not e[2].is_contiguous())):
         low, high, _ = _extent(tensor)
         base = next((e for e in whole if _extent(e[2])[0] <= low and high <= _extent(e[2])[1]), None)
@@ -337,17 +335,14 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int, int]:
     return low, high, high - low
 
 
-# A model's tensors, by name.
-
-
 def owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """The module that holds the tensor ``name``, and its name there."""
+    """Return the module that holds the tensor ``name``, and the name in that module."""
     path, _, leaf = name.rpartition(".")
     return (model.get_submodule(path) if path else model), leaf
 
 
 def replace_tensor(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
-    """Put ``tensor`` in the place of the parameter or buffer ``name``, past the setters.
+    """Replace the parameter or buffer ``name``, bypassing setters.
 
     Raises KeyError if there is none.
     """
@@ -365,7 +360,7 @@ def replace_all(
     named: Iterable[tuple[str, torch.Tensor]],
     make: Callable[[str, torch.Tensor], torch.Tensor],
 ) -> None:
-    """Replace each tensor by what ``make`` gives for its first name, under all its names in ``named``."""
+    """Replace each tensor, under all its names, by the result of ``make``."""
     made: dict[int, torch.Tensor] = {}
     for name, tensor in list(named):
         if id(tensor) not in made:
@@ -374,7 +369,7 @@ def replace_all(
 
 
 def state_names(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """``(name, tensor, is a buffer)`` of the state dict, tied names included, in its order."""
+    """Yield ``(name, tensor, is a buffer)`` of the state dict, in its order."""
     for prefix, module in model.named_modules():
         start = f"{prefix}." if prefix else ""
         for leaf, parameter in module._parameters.items():
@@ -386,7 +381,7 @@ def state_names(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
 
 
 def recast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A meta tensor in another dtype; a parameter stays one, with its marks."""
+    """Return a meta tensor in another dtype; a parameter keeps its attributes."""
     cast = torch.empty(tensor.shape, dtype=dtype, device="meta")
     if not isinstance(tensor, nn.Parameter):
         return cast

@@ -1,4 +1,4 @@
-"""Building a model without its weights: parameters on the meta device, in the dtype of the load."""
+"""Build models without weights: meta parameters in the dtype of the load."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ ModelLike = nn.Module | type[nn.Module] | Callable[[], nn.Module] | Built | None
 
 
 def from_config(model: ModelLike) -> bool:
-    """Whether building ``model`` takes a configuration from beside the weights."""
+    """Return True if ``model`` is built from the configuration next to the weights."""
     return model is None or (isinstance(model, type) and library_of(model).from_config)
 
 
 def require(model: ModelLike, root: str | None, shapes: Mapping[str, tuple[int, ...]] | None = None) -> None:
-    """Import the model's library and class, where the source names them. Raises BuildError.
+    """Import the model's library and class. Raises BuildError.
 
-    ``shapes`` are those of its tensors, by which one without a configuration is known.
+    ``shapes`` of the tensors identify a checkpoint without configuration.
     """
     if model is None:
         if root and shapes and config_path(root) is None and described_by_tensors(shapes) is not None:
@@ -65,16 +65,15 @@ def build(
     trusted: bool = False,
     shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Built:
-    """Build ``model``, or without one the class that the configuration in ``root`` names.
+    """Build ``model``, by default the class that the configuration in ``root`` names.
 
-    ``stored`` is the dtype of the checkpoint's first floating tensor, ``main`` that of most of its elements;
-    ``trusted`` and ``shapes`` are as in ``Stored``.
-    One that is ``Built`` already is left as it is. Raises BuildError or ConfigError.
+    ``stored`` is the dtype of the first floating tensor, ``main`` the dtype of most elements; ``trusted`` and
+    ``shapes`` are as in ``Stored``. A model that is already ``Built`` is returned. Raises BuildError or
+    ConfigError.
     """
     if isinstance(model, Built):
         return model
-    # Four ways to a model, in this order: built already, from a configuration, from a class with one, from a
-    # callable.
+    # In this order: a module, a configuration, a class with a configuration, a callable.
     known = Stored(root, dtype, stored, main, trusted, shapes or {})
     if isinstance(model, nn.Module):
         built = _given(model, known)
@@ -103,7 +102,7 @@ def _library(stored: Stored) -> ModelLibrary:
 
 
 def _called(make: type[nn.Module] | Callable[[], nn.Module], stored: Stored) -> Built:
-    """A class, or a callable that builds the model."""
+    """Build a model from a class without configuration, or from a callable."""
     if not callable(make):
         raise ConfigError(
             f"model={make!r} is a {type(make).__name__}; pass a class, a callable that builds the model, or "
@@ -133,8 +132,8 @@ def _made(
 ) -> tuple[nn.Module, OperatorLog]:
     """Call ``make`` inside ``context``, and log its operators.
 
-    A constructor of transformers' models that is the first to import that library runs again: they need
-    its own contexts, and other models should not wait for the import.
+    If it imports transformers first and builds one of its models, it runs again: these models need contexts
+    that the import provides.
     """
     before, log = is_imported(), OperatorLog()
     try:
@@ -153,7 +152,7 @@ def _made(
 
 @contextlib.contextmanager
 def explained(name: str) -> Iterator[None]:
-    """Say what went wrong when a constructor cannot run without data. Raises BuildError."""
+    """Explain an error of a constructor that needs data. Raises BuildError."""
     try:
         yield
     except (BuildError, ConfigError):
@@ -166,16 +165,14 @@ def explained(name: str) -> Iterator[None]:
 
 
 def set_dtypes(built: Built, stored: dict[str, torch.dtype]) -> None:
-    """Give the meta tensors their final dtypes, before anything is allocated.
+    """Give meta tensors their final dtypes, before memory is allocated.
 
-    With a dtype for the whole model, every floating tensor in the model's main dtype changes to it; one
-    that the constructor made in another dtype on purpose keeps it. Without one (a plain module), each
-    tensor takes the dtype in which the checkpoint stores it.
+    With a dtype for the model, floating tensors of its main dtype change; those that the constructor made in
+    another dtype do not. Without one (a plain module), each tensor takes the dtype of the checkpoint.
     """
     model = built.model
     floating = [p.dtype for p in model.parameters() if p.dtype.is_floating_point]
-    # The first one's dtype is the model's main one: constructors make all in one, and few on purpose in
-    # another.
+    # Constructors make most tensors in one dtype, the first one included.
     main = floating[0] if floating else None
     wanted: dict[str, torch.dtype] = {}
     waiting: list[tuple[str, torch.Tensor]] = []
@@ -190,7 +187,7 @@ def set_dtypes(built: Built, stored: dict[str, torch.dtype]) -> None:
 
 
 def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
-    """Give every floating parameter, on meta, the dtype that an engine would cast all of them to."""
+    """Cast every floating parameter on meta, as an engine would."""
     named = model.named_parameters(remove_duplicate=False)
     other = [(name, p) for name, p in named if p.dtype.is_floating_point and p.dtype != dtype]
     replace_all(model, other, lambda _, parameter: recast(parameter, dtype))
@@ -199,11 +196,10 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
 def let_cast(
     built: Built, computing: torch.dtype, masters: bool, note: Callable[[nn.Parameter, torch.dtype], None]
 ) -> None:
-    """Tell, through ``note``, which parameters an engine may cast to ``computing`` when it computes.
+    """Report parameters that an engine may cast to ``computing``, through ``note``.
 
-    That is all but those that the constructor made in a dtype of their own, or that the model keeps in
-    another one when it is loaded in ``computing``. With ``masters`` those that are to be in ``computing`` are
-    put in fp32 instead, as masters of the engine's casts.
+    Parameters that the constructor made in another dtype, or that the model keeps in another, are excluded.
+    With ``masters``, parameters in ``computing`` become fp32 masters.
     """
     kept = built.library.dtype_plan(built.model, computing)
 
@@ -221,32 +217,31 @@ def let_cast(
     replace_all(built.model, ((name, p) for name, p in named if casts(name, p)), make)
 
 
-# Models that have no checkpoint: what their own initialisation does, as programs to be run in shards.
+# Models without a checkpoint: their own initialisation becomes programs that run in shards.
 
 
 def import_model(model: object) -> None:
-    """Import what building ``model`` needs, as far as that is known. Raises as ``build_fresh`` does."""
+    """Import the libraries that building ``model`` needs, if known. Raises as ``build_fresh`` does."""
     if not isinstance(model, (nn.Module, Built)):
         maker_of(model, None)
 
 
 def build_fresh(model: object, asked: torch.dtype | None, dtype: torch.dtype | None) -> Built:
-    """Build ``model``, a configuration, class or callable, as it initialises itself; or a module on meta.
+    """Build a model that initialises itself, from a configuration, class, callable or meta module.
 
-    ``asked`` is torch's default dtype meanwhile, None: the configuration's, else as it is. ``dtype`` is in
-    the end that of the model as a whole, None: as built. One that is ``Built`` already is left as it is.
-    Raises BuildError or ConfigError.
+    ``asked`` is torch's default dtype during construction; None for the configuration's or the present one.
+    ``dtype`` is the final dtype of the model; None leaves tensors as built. A model that is already ``Built``
+    is returned. Raises BuildError or ConfigError.
     """
     if isinstance(model, Built):
         return model
-    # No construction to follow: nothing is in its log, and whatever it lacks has to come from its own
-    # initialiser.
+    # The construction was not logged, so missing values come from the model's own initialiser.
     if isinstance(model, nn.Module):
         return Built(model, OperatorLog(), dtype, False, library_of(model))
     make, own = maker_of(model, asked)
     name, state = getattr(make, "__name__", repr(make)), torch.get_rng_state()
     made, log = _made(make, lambda: without_weights(asked or own or torch.get_default_dtype(), is_initialised=True), name)
-    # On meta draws leave the generator alone; so whoever has moved it has drawn real numbers, or seeded.
+    # Draws on meta do not move the generator, so the constructor drew real numbers or seeded.
     if not torch.equal(state, torch.get_rng_state()):
         torch.set_rng_state(state)
         raise BuildError(
@@ -259,9 +254,9 @@ def build_fresh(model: object, asked: torch.dtype | None, dtype: torch.dtype | N
 
 
 def fresh_origins(built: Built, aliases: Aliases) -> Origins:
-    """A program for each parameter, and for each buffer with a random value; other values are computed.
+    """Return programs for parameters and random buffers; other buffers are computed.
 
-    Raises BuildError, with the names, for what nothing gives a value.
+    Raises BuildError, with names, for tensors without a value.
     """
     model = built.model
     if not built.logged:
@@ -274,7 +269,7 @@ def fresh_origins(built: Built, aliases: Aliases) -> Origins:
             program = program_of(buffer, built.log)
             assert program is not None, "what draws gives values"
             drawn[name] = program
-        # Empty as far as anybody may ask: its program fills it in its turn among the parameters' draws.
+        # A program fills it later, in turn with the parameters' draws.
         return buffer_value(built, name, buffer, random, [])
 
     replace_all(model, model.named_buffers(remove_duplicate=False), real)
@@ -297,7 +292,7 @@ def _refuse_draws(built: Built) -> Callable[[str, torch.Tensor], None]:
 
 
 def has_values(model: object) -> bool:
-    """Whether ``model`` is a module with a parameter, or without any a buffer, that is not on meta."""
+    """Return True for a module with real parameters, or without any, with real buffers."""
     if not isinstance(model, nn.Module):
         return False
     held: list[torch.Tensor] = [*model.parameters()] or [*model.buffers()]
@@ -305,7 +300,7 @@ def has_values(model: object) -> bool:
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """Yield ``(name, tensor, is a buffer)`` of every parameter and buffer once, non-persistent ones too."""
+    """Yield ``(name, tensor, is a buffer)`` of every parameter and buffer once."""
     for name, parameter in model.named_parameters():
         yield name, parameter, False
     for name, buffer in model.named_buffers():
@@ -313,7 +308,7 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
 
 
 def move_to_meta(model: nn.Module) -> Callable[[], None]:
-    """Replace the parameters of ``model`` by meta tensors; return a function that puts them back."""
+    """Replace parameters by meta tensors; return a function that restores them."""
     old = dict(model.named_parameters(remove_duplicate=False))
     replace_all(model, old.items(), lambda _, parameter: recast(parameter, parameter.dtype))
 
@@ -325,7 +320,7 @@ def move_to_meta(model: nn.Module) -> Callable[[], None]:
 
 
 def existing_recipes(built: Built, catalog: Catalog) -> Recipes:
-    """Copy each parameter and buffer as it is, ties once; a dtype that the model is to have is a cast."""
+    """Return recipes that copy each parameter and buffer once, cast to the model's dtype."""
     kept = [] if built.dtype is None else built.library.dtype_plan(built.model, built.dtype)
     targets = {}
     for name, tensor, buffer in named_tensors(built.model):
@@ -336,7 +331,7 @@ def existing_recipes(built: Built, catalog: Catalog) -> Recipes:
 
 
 def existing_origins(built: Built, recipes: Recipes) -> Origins:
-    """Everything is there: nothing is tied anew, initialised or computed."""
+    """Return the origins of a model that has all its values."""
     keep_dtypes(built.model, recipes)
     found, model = recipes.by_name, built.model
     buffers = {name: found[name] for name, _ in model.named_buffers()}

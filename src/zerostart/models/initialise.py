@@ -1,10 +1,10 @@
-"""Initialising what a checkpoint lacks, in shards.
+"""Initialise parameters that a checkpoint lacks, in shards.
 
-The model's own initialiser has run on the meta device under an ``OperatorLog``. For a missing parameter the
-calls that wrote it are its program. Where they work element by element, with at most one random call, the
-program runs chunk by chunk over the row-major order and gives what it would give at once: torch's CPU
-generator consumes its stream in element order, ``normal_`` in blocks of 16 (ATen, ``normal_fill``). Every
-rank draws the whole stream and keeps its own share, so all world sizes agree without any message.
+The model's own initialiser has run on meta under an ``OperatorLog``. The logged calls that wrote a parameter
+are its program. A program of element-wise calls with at most one random call runs chunk by chunk in row-major
+order, with the same result: torch's CPU generator consumes its stream in element order, ``normal_`` in blocks
+of 16 (ATen, ``normal_fill``). Every rank draws the whole stream and keeps its share, so all world sizes agree
+without messages.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from zerostart.geometry.layout import Layout
 from zerostart.models.operator_log import Op, OperatorLog
 
 aten = torch.ops.aten
-#: States of torch's generator, by the places of calls in the log.
+#: States of torch's generator by position in the log.
 States = Mapping[int, torch.Tensor]
-#: Elements made at a time; a multiple of the generator's block of 16.
+#: Elements of a chunk; a multiple of the generator's block of 16.
 CHUNK = 1 << 20
 _BLOCK = 16
 
@@ -56,35 +56,33 @@ _FACTORIES: dict[object, Callable[[torch.Tensor], object]] = {
     aten.randn.default: lambda t: t.normal_(),
     aten.rand.default: lambda t: t.uniform_(),
 }
-#: Calls that write every element, and are run chunk by chunk.
+#: Calls that write every element and run chunk by chunk.
 _WHOLE = {*_FACTORIES, *_RANDOM, *_CONSTANT}
 
 
 @dataclass(frozen=True)
 class Program:
-    """How a missing tensor gets its values."""
+    """The calls that give a missing tensor its values."""
 
-    #: The parameter or buffer, whose dtype it is made in.
+    #: Parameter or buffer, whose dtype the values have.
     meta: torch.Tensor
-    #: Another look at it as it was built, since an engine may cut the parameter itself down to a slice before
-    #: it gets its values.
+    #: View of the tensor as built: an engine may cut the parameter to a slice later.
     as_built: torch.Tensor
     log: OperatorLog
-    #: The calls that write it; None where they are not element by element: then the whole tensor is made,
-    #: once, and ``whole`` says so in the report.
+    #: Element-wise calls that write it; None if the whole tensor has to be made at once.
     steps: tuple[Op, ...] | None
-    #: Places of its random calls in the log.
+    #: Positions of its random calls in the log.
     draws: tuple[int, ...] = ()
 
     @property
     def whole(self) -> bool:
-        """Whether the full tensor has to be made on every rank."""
+        """True if every rank has to make the full tensor."""
         return self.steps is None
 
     def fill(self, layout: Layout, storage: torch.Tensor, states: States | None = None) -> None:
-        """Write this rank's share into ``storage`` (1-D, ``layout.numel`` elements) and zero its padding.
+        """Write this rank's share into ``storage`` (1-D), and zero its padding.
 
-        ``states`` are those of the generator before each of ``draws``; None: it is there for the first one.
+        ``states`` of the generator before each of ``draws``; None if it is in the state of the first one.
         """
         assert prod(layout.shape) == self.as_built.numel(), "a share of the whole tensor"
         if layout.owned < layout.numel:
@@ -93,15 +91,14 @@ class Program:
             _keep(values, start, layout, storage)
 
     def _chunks(self, states: States | None) -> Iterator[tuple[int, torch.Tensor]]:
-        """Consecutive runs of the row-major order, as ``(first element, values on the CPU)``."""
+        """Yield runs of the row-major order as ``(first element, values on the CPU)``."""
         if self.steps is None or states is not None:
-            # The whole tensor, by all calls that lead to it; with states, each draw begins where it did in
-            # the unsharded model.
+            # All calls that lead to it; with states, each draw starts as in the unsharded model.
             (value,) = self.log.values([self.as_built], torch.device("cpu"), states)
             yield 0, value.detach().contiguous().reshape(-1)
             return
         total = self.as_built.numel()
-        # One buffer for all chunks: what is yielded is overwritten by the next.
+        # All chunks share one buffer.
         buffer = torch.empty(min(total, CHUNK + _BLOCK), dtype=self.meta.dtype, device="cpu")
         start = 0
         for count in _counts(total):
@@ -113,15 +110,14 @@ class Program:
 
 
 def fill_missing(missing: Sequence[tuple[Program, Layout, torch.Tensor]], start: int | None) -> None:
-    """Run the programs for this rank's shares of the storages, in the order in which the initialiser drew.
+    """Run the programs for this rank's shares, in the order of the initialiser's draws.
 
-    ``start`` is the initialiser's first call in the log. What it drew for anything else, overwrote or threw
-    away, is drawn too, since that moves the generator on. Draws before it, in constructors, happen on meta in
-    transformers and leave the generator alone: what has only such comes last. Without ``start`` there is
-    no initialiser but the constructors.
+    ``start`` is the initialiser's first call in the log, None without an initialiser. All its draws are made,
+    also those for other tensors, since they move the generator. Draws of constructors happen on meta and do
+    not move it, so their programs run last.
 
-    A program with several draws, between which others may lie, and those that share one, run when all has
-    been drawn, from what the generator was before each.
+    Programs with several draws, and programs that share a draw, run after all draws, from the recorded states
+    of the generator.
     """
     # One generator, one stream: a value is right only if all that the unsharded initialiser drew before it
     # has been drawn. ``calls`` maps a place in the log to what moves the generator past that draw. With a
@@ -131,7 +127,7 @@ def fill_missing(missing: Sequence[tuple[Program, Layout, torch.Tensor]], start:
     #     called  last   first: fill  discard   note   note    and then: the program of d3 and d4
     if not missing:
         return
-    # Programs with several draws, or with one that others share, cannot run while the stream passes.
+    # Programs with several or shared draws cannot run while the stream passes.
     count = Counter(at for program, _, _ in missing for at in program.draws)
     postponed = {
         id(program)
@@ -139,26 +135,26 @@ def fill_missing(missing: Sequence[tuple[Program, Layout, torch.Tensor]], start:
         if len(program.draws) > 1 or any(count[at] > 1 for at in program.draws)
     }
     later = [entry for entry in missing if id(entry[0]) in postponed]
-    # Before each of their draws the generator's state is noted, and the draw itself made and thrown away.
+    # Record the generator's state before each of their draws, then draw and discard.
     kept = {at for program, _, _ in later for at in program.draws}
     states: dict[int, torch.Tensor] = {}
     log = missing[0][0].log
     calls: dict[int, Callable[[], None]] = {at: functools.partial(_note, log, at, states) for at in kept}
     if start is not None:
-        # What the initialiser drew for tensors that the checkpoint has moves the generator on just the same.
+        # Draws for tensors of the checkpoint move the generator too.
         drawn = (at for at, op in enumerate(log.ops[start:], start) if op.random and at not in kept)
         calls |= {at: functools.partial(_discard, log.ops[at]) for at in drawn}
     for program, layout, storage in missing:
         if id(program) not in postponed:
             fill = functools.partial(program.fill, layout, storage)
             if program.draws:
-                calls[program.draws[0]] = fill  # in the place of the discard above
+                calls[program.draws[0]] = fill  # replaces the discarded draw
             else:
-                fill()  # constants: the generator is not asked
-    # Draws of constructors happened on meta and never moved the generator: they come last.
+                fill()  # constants need no generator
+    # Draws of constructors come last: they never moved the generator.
     for at in sorted(calls, key=lambda at: (at < (start or 0), at)):
         calls[at]()
-    # Those programs set the generator back: whoever draws next finds it where the stream has ended.
+    # Restore the end of the stream after these programs.
     end = torch.get_rng_state()
     for program, layout, storage in later:
         program.fill(layout, storage, states)
@@ -171,12 +167,12 @@ def _note(log: OperatorLog, at: int, states: dict[int, torch.Tensor]) -> None:
 
 
 def program_of(meta: torch.Tensor, log: OperatorLog) -> Program | None:
-    """The program of a meta tensor, None where nothing in the log gave it a value."""
+    """Return the program of a meta tensor; None if no call gave it values."""
     steps: list[tuple[int, Op]] = []
     chunked = True
     for at, op in log.writers(meta):
         steps.append((at, op))
-        # What writes every element makes all steps before it void; they may still have drawn (``_discard``).
+        # A call that writes every element makes earlier steps void; their draws still count.
         if op.func in _FACTORIES or op.overwritten is not None:
             steps, chunked = (
                 [(at, op)],
@@ -186,8 +182,7 @@ def program_of(meta: torch.Tensor, log: OperatorLog) -> Program | None:
             chunked = False
     if not any(op.func not in (aten.empty.memory_format, aten.empty_like.default) for _, op in steps):
         return None
-    # Several draws do not pass in one sweep over the chunks: the second begins where the first has ended, for
-    # the whole tensor.
+    # The second draw starts after the first has drawn the whole tensor.
     draws = tuple(at for at, op in steps if op.random)
     if chunked and len(draws) <= 1:
         return Program(meta, meta.detach(), log, tuple(op for _, op in steps), draws)
@@ -205,7 +200,7 @@ def _discard(op: Op) -> None:
 
 def _stand_in(value: object) -> Any:
     if isinstance(value, torch.Tensor) and value.device.type == "meta":
-        # What torch draws for elements that lie apart differs from what it draws for a run.
+        # torch draws other numbers for elements that are not contiguous.
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu").zero_()
     return torch.device("cpu") if isinstance(value, torch.device) else value
 
@@ -234,17 +229,17 @@ def _by_element(op: Op, meta: torch.Tensor) -> bool:
 
 
 def _apply(op: Op, chunk: torch.Tensor, start: int) -> None:
-    """One call on the elements ``[start, start + len(chunk))``."""
+    """Run one call on the elements ``[start, start + len(chunk))``."""
     if op.func in _FACTORIES:
         _FACTORIES[op.func](chunk)
         return
     written = op.args[0]
     if _is_constant_copy(op):
-        # A constant that was made on the CPU: the same elements, whichever chunk asks for them.
+        # A constant from the CPU.
         source = op.args[1].expand(written.shape).reshape(-1)
         chunk.copy_(source[start : start + chunk.numel()])
         return
-    # A call on a part (a padding row): only where it meets this chunk.
+    # A call on a part (a padding row) affects only its overlap with the chunk.
     low = max(0, written.storage_offset() - start)
     high = min(chunk.numel(), written.storage_offset() + written.numel() - start)
     if low < high:
@@ -252,7 +247,7 @@ def _apply(op: Op, chunk: torch.Tensor, start: int) -> None:
 
 
 def _keep(values: torch.Tensor, start: int, layout: Layout, storage: torch.Tensor) -> None:
-    """Copy the part of ``values``, a run from element ``start`` on, that ``layout`` owns."""
+    """Copy the part of a run from element ``start`` that ``layout`` owns."""
     for first, count, to in layout.runs():
         low, high = max(first, start), min(first + count, start + values.numel())
         if low < high:

@@ -1,9 +1,8 @@
-"""A log of what happened to tensors without data, and giving them their values afterwards.
+"""Log operators on tensors without data, and replay them to compute values.
 
-A model is built, and initialised, on the meta device, where a tensor of any size costs nothing. The log
-notes each operator. The value of a tensor that the checkpoint does not supply is then had by running just
-the operators that lead to it, for real: a rotary table, a mask, a missing head. An initialiser that works
-element by element is run in chunks, so that not even one whole parameter needs to exist.
+Models are built and initialised on meta, where tensors cost nothing. A tensor that the checkpoint lacks (a
+rotary table, a mask, a missing head) gets its value by running only the operators that lead to it.
+Element-wise initialisers run in chunks, so that no whole parameter has to exist.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ class Op:
 
     #: An operator, or a Python function that changes its first argument (see ``opaque``).
     func: Any
-    #: As they were before the call: real tensors as copies, meta ones as views.
+    #: Arguments before the call: copies of real tensors, views of meta tensors.
     args: Arguments
     kwargs: Keywords
-    #: Meta tensors that the call made, or anything else.
+    #: Result of the call, such as meta tensors.
     result: Any
 
     @functools.cached_property
@@ -49,17 +48,17 @@ class Op:
 
     @property
     def opaque(self) -> bool:
-        """Whether it is a Python function that changes its first argument, and no operator."""
+        """True for a Python function that changes its first argument."""
         return not isinstance(self.func, torch._ops.OpOverload)
 
     @property
     def random(self) -> bool:
-        """Whether the call moves the random generator on."""
+        """True if the call moves the random generator."""
         return self.opaque or torch.Tag.nondeterministic_seeded in self.func.tags
 
     @property
     def overwritten(self) -> int | None:
-        """Key of the storage that the call fills whatever was there before, if it does so."""
+        """Key of the storage that the call overwrites completely; None if there is none."""
         if not (self.opaque or self.func in _OVERWRITING):
             return None
         target: torch.Tensor = self.args[0]
@@ -74,7 +73,7 @@ class Op:
 
     @property
     def is_view(self) -> bool:
-        """Whether the result only looks at an argument's storage, and nothing is computed."""
+        """True if the result is a view of an argument."""
         results = _tensors(self.result)
         if not results or _written_arguments(self.func):
             return False
@@ -96,7 +95,7 @@ _OVERWRITING = {
 
 @functools.cache
 def _written_arguments(func: OpOverload) -> tuple[int, ...]:
-    """Places of the arguments that an operator writes into."""
+    """Return positions of the arguments that an operator writes into."""
     return tuple(
         place
         for place, argument in enumerate(func._schema.arguments)
@@ -105,9 +104,9 @@ def _written_arguments(func: OpOverload) -> tuple[int, ...]:
 
 
 def _tensors(value: object) -> list[torch.Tensor]:
-    """Tensors among the arguments or results of an operator, which are in lists and tuples at most.
+    """Return the tensors in a value, a list or a tuple.
 
-    Called for every operator of a model's construction, where a general walk would be most of the cost.
+    It runs for every logged operator, where torch's general tree walk would take most of the time.
     """
     if isinstance(value, torch.Tensor):
         return [value]
@@ -129,16 +128,16 @@ def _snapshot(value: object) -> object:
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Identity of the storage that ``tensor`` looks at."""
+    """Return the identity of a tensor's storage."""
     key: int = tensor.untyped_storage()._cdata
     return key
 
 
 class _Attention(TorchFunctionMode):
-    """Makes Python code above the operators leave something to log.
+    """A mode that makes Python code above the operators visible to the log.
 
-    ``torch.tensor([...])`` keeps its numbers: made on the CPU, then moved where the log sees it. And a tensor
-    says that it is not on meta, for some of ``torch.nn.init`` does nothing if it is.
+    ``torch.tensor([...])`` keeps its numbers: it is made on the CPU and then moved. Tensors deny being on
+    meta, since parts of ``torch.nn.init`` do nothing there.
     """
 
     def __torch_function__(
@@ -156,7 +155,7 @@ class _Attention(TorchFunctionMode):
 
 
 class OperatorLog(TorchDispatchMode):
-    """Context that logs operators on meta tensors; may be entered several times."""
+    """A context that logs operators on meta tensors; it may be entered several times."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -165,8 +164,7 @@ class OperatorLog(TorchDispatchMode):
 
     def __enter__(self) -> OperatorLog:
         stack = contextlib.ExitStack()
-        # Python code that loops over values, which a meta tensor has none of: noted as one step, run when
-        # replayed.
+        # Python code that loops over values is logged as one step.
         stack.enter_context(truncated_normal_goes_to(self._opaque))
         stack.enter_context(_Attention())
         self._entered.append(stack)
@@ -188,30 +186,29 @@ class OperatorLog(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: OpOverload, types: object, args: Arguments = (), kwargs: Keywords | None = None
     ) -> object:
-        """Run the operator on meta and note it, if a meta tensor comes out of it or is changed by it."""
+        """Run an operator; log it if it makes or changes a meta tensor."""
         kwargs = kwargs or {}
         if self._asks_values(func, args, kwargs):
             with torch._C.DisableTorchFunction():
                 return func(*self.values([args[0]], torch.device("cpu")), *args[1:], **kwargs)
         given = (args, kwargs)
-        # What looks at a tensor in here is no part of the construction, and nothing for function modes.
+        # Code in here is not part of the construction, so function modes must not see it.
         with torch._C.DisableTorchFunction():
             changing = bool(_written_arguments(func)) and bool(_meta_tensors((args, *kwargs.values())))
             if changing:
-                # After it, an argument that is written would be what the call has made of it.
+                # The call changes written arguments.
                 given = tree_map(_snapshot, given)  # before the call
         result = func(*args, **kwargs)
         with torch._C.DisableTorchFunction():
             op = Op(func, given[0], given[1], result)
-            # A view needs no step: its storage is that of its base, and `_Replay.real` makes the same view of
-            # the real one.
+            # Views need no step: `_Replay.real` makes them from the base.
             if op.writes and not op.is_view:
                 kept_args, kept_kwargs = given if changing else tree_map(_snapshot, given)
                 self.ops.append(Op(func, kept_args, kept_kwargs, tree_map(_snapshot, result)))
         return result
 
     def _asks_values(self, func: OpOverload, args: Arguments, kwargs: Keywords) -> bool:
-        """True for ``item()`` or ``tolist()`` of a meta tensor that no random call leads to."""
+        """Return True for a request for values that no random call leads to."""
         to_host = func is aten._to_copy.default and kwargs.get("device") == torch.device("cpu")
         asks = to_host or func is aten._local_scalar_dense.default
         return asks and _is_meta(args[0]) and not self.draws(args[0])
@@ -222,31 +219,30 @@ class OperatorLog(TorchDispatchMode):
         device: torch.device,
         states: Mapping[int, torch.Tensor] | None = None,
     ) -> list[torch.Tensor]:
-        """The real values of meta tensors, by running what leads to them on ``device``.
+        """Compute the values of meta tensors by running the calls that lead to them.
 
-        ``states`` has what torch's generator is to be before calls, by their places. Raises BuildError for a
-        tensor that nothing in the log makes.
+        ``states`` of torch's generator by position of the call. Raises BuildError for a tensor that no logged
+        call makes.
         """
         steps, settled = self._leading_to(wanted)
         replay = _Replay(device, settled)
         for at, op in steps:
-            # The generator is put where it was in the unsharded model, just before the call that draws.
+            # Start each draw in the state that it has in the unsharded model.
             if states is not None and at in states:
                 torch.set_rng_state(states[at])
             replay.run(op)
         return [replay.real(t) for t in wanted]
 
     def draws(self, wanted: torch.Tensor) -> list[int]:
-        """Places of the random calls that lead to a meta tensor."""
+        """Return positions of the random calls that lead to a meta tensor."""
         return [at for at, op in self._leading_to([wanted])[0] if op.random]
 
     def _leading_to(self, wanted: Sequence[torch.Tensor]) -> tuple[list[tuple[int, Op]], dict[int, int]]:
         needed = {storage_key(t) for t in wanted}
-        # Storages whose earlier values do not matter, since a later step overwrites them.
+        # Storages whose earlier contents do not matter, since a later step overwrites them.
         settled: dict[int, int] = {}
         steps: list[tuple[int, Op]] = []
-        # Backwards, from what is wanted to what made it: a call counts if it writes a storage that is still
-        # needed.
+        # Backwards: a call counts if it writes a storage that is still needed.
         for at in reversed(range(len(self.ops))):
             op = self.ops[at]
             if not any(storage_key(t) in needed and storage_key(t) not in settled for t in op.writes):
@@ -258,18 +254,18 @@ class OperatorLog(TorchDispatchMode):
             if overwritten is not None:
                 settled[overwritten] = op.args[0].untyped_storage().nbytes()
             for key in read & settled.keys():
-                del settled[key]  # looked at before it was overwritten: what it held then matters again
+                del settled[key]  # read before it was overwritten, so its earlier contents matter
         steps.reverse()
         return steps, settled
 
     def writers(self, tensor: torch.Tensor) -> Iterator[tuple[int, Op]]:
-        """The calls that made or changed the storage of ``tensor``, in order, with places in the log."""
+        """Return the calls that wrote the storage of ``tensor``, with positions in the log."""
         key = storage_key(tensor)
         return ((at, op) for at, op in enumerate(self.ops) if any(storage_key(t) == key for t in op.writes))
 
 
 class _Replay:
-    """Runs logged calls on real storages; a meta tensor stands for the same view of the real storage."""
+    """A run of logged calls on real storages."""
 
     def __init__(self, device: torch.device, sizes: Mapping[int, int]) -> None:
         self._device = device
@@ -278,7 +274,7 @@ class _Replay:
             self._storages[key] = torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
 
     def real(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The real tensor that ``tensor`` stands for."""
+        """Return the real tensor for a meta tensor."""
         storage = self._storages.get(storage_key(tensor))
         if storage is None:
             raise BuildError(
@@ -289,7 +285,7 @@ class _Replay:
         return view.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def run(self, op: Op) -> None:
-        """Run one call for real."""
+        """Run one call on real tensors."""
         args, kwargs = tree_map(self._argument, (op.args, op.kwargs))
         result = op.func(*args, **kwargs)
         if op.opaque:

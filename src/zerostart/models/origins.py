@@ -1,7 +1,7 @@
-"""Settling every tensor of a model: from the checkpoint, tied to another, or initialised.
+"""Find a source for every tensor: the checkpoint, a tie, or an initialiser.
 
-Done on the meta device, before anything is sharded: what an initialiser or a constructor does is known from
-the log, so that buffers get their values here and missing parameters a program to be run in shards.
+This happens on meta before sharding. The log has the calls of constructors and initialisers, so buffers get
+values here, and missing parameters get programs that run in shards.
 """
 
 from __future__ import annotations
@@ -27,34 +27,33 @@ from zerostart.models.initialise import Program, program_of
 from zerostart.models.library import Built
 from zerostart.recipe import Coverage, Recipe, Recipes, SymbolicTensor
 
-#: Tells whether two state-dict names hold equal bytes in the checkpoint; the same answer on every rank.
+#: True if two state-dict names hold equal bytes in the checkpoint, equal on every rank.
 Equal = Callable[[Recipe, Recipe], bool]
 
 
 @dataclass(frozen=True)
 class Origins:
-    """Where each unique parameter and each loaded buffer gets its values from."""
+    """Sources of each unique parameter and each loaded buffer."""
 
     #: In the order of ``named_parameters``.
     parameters: dict[str, Recipe | Program]
-    #: Those that the checkpoint supplies; the others already have their values, on the CPU.
+    #: Buffers from the checkpoint; the others already have values on the CPU.
     buffers: dict[str, Recipe]
     initialised: tuple[str, ...]
-    #: Place in the log where the model's own initialiser begins; None where it has none.
+    #: Position in the log where the model's initialiser starts; None without one.
     start: int | None = None
-    #: Buffers whose random values are drawn in their turn among those of the parameters.
+    #: Buffers with random values, drawn in turn with the parameters.
     drawn: dict[str, Program] = field(default_factory=dict)
 
 
 def tie_names(built: Built, recipes: Recipes, equal: Equal) -> Coverage:
-    """Tie what the model ties, and say what the checkpoint then still lacks.
+    """Tie the model's names, and return what the checkpoint lacks after that.
 
-    Follows transformers: of a tied pair the name that the checkpoint has stays; where it has both, they are
-    tied only if they are equal, for a checkpoint may contradict its configuration. A recipe that a tie makes
-    superfluous is dropped.
+    As in transformers, the name in the checkpoint keeps its tensor. If both names are there, they are tied
+    only if their tensors are equal. Recipes that a tie makes superfluous are dropped.
     """
     model, library, present = built.model, built.library, recipes.by_name
-    # Both names are in the checkpoint: tied only if they hold the same values.
+    # Both names are in the checkpoint: tie them only if they are equal.
     for name, source in list(library.ties(model).items()):
         if name in present and source in present:
             if equal(present[name], present[source]):
@@ -75,33 +74,32 @@ def tie_names(built: Built, recipes: Recipes, equal: Equal) -> Coverage:
 
 
 def resolve_origins(built: Built, recipes: Recipes, aliases: Aliases) -> Origins:
-    """Give buffers their values, and missing parameters their programs.
+    """Give buffers values, and missing parameters programs.
 
-    ``aliases`` are the places that follow parameters and buffers. Raises BuildError, with the names, where a
-    value cannot be had.
+    ``aliases`` are updated with them. Raises BuildError, with names, for values that cannot be computed.
     """
     model = built.model
     keep_dtypes(model, recipes)
     sources: dict[int, Recipe] = {}
     for name, tensor, _ in state_names(model):
         if name in recipes.by_name:
-            # By identity, the first name counts: a tied tensor is filled once.
+            # A tied tensor is filled once, by its first name.
             sources.setdefault(id(tensor), recipes.by_name[name])
     loaded_buffers = _prepare_buffers(built, recipes)
     missing = {name: p for name, p in model.named_parameters() if id(p) not in sources}
     for parameter in model.parameters():
         if id(parameter) in sources:
             built.library.mark_loaded(parameter)
-    # What is logged from here on is the initialiser's: where its stream of random numbers begins.
+    # Calls logged from here on are the initialiser's.
     start = len(built.log.ops) if built.library.initialiser(model) is not None else None
-    aliases.follow(model)  # An initialiser may go by them.
+    aliases.follow(model)  # An initialiser may use them.
     _run_initialiser(built, missing)
     parameters: dict[str, Recipe | Program] = {}
     for name, parameter in model.named_parameters():
         recipe = sources.get(id(parameter))
         parameters[name] = recipe if recipe is not None else program_for(built, name, parameter)
     aliases.follow(model)
-    # Last: an attribute may be made of parameters and buffers, whose calls are in the log by now.
+    # Last: attributes may be computed from parameters and buffers.
     fill_plain_tensors(built, aliases)
     filled = {id(dict(model.named_buffers())[name]) for name in loaded_buffers}
     initialised = (
@@ -112,7 +110,7 @@ def resolve_origins(built: Built, recipes: Recipes, aliases: Aliases) -> Origins
 
 
 def keep_dtypes(model: nn.Module, recipes: Recipes) -> None:
-    """Give loaded parameters the dtype that the model keeps them in; transformers leaves missing ones."""
+    """Give loaded parameters the dtypes of their recipes; missing ones do not change."""
     found = [(name, t, recipes.by_name.get(name)) for name, t, buffer in state_names(model) if not buffer]
     wanted = {id(t): recipe.target.dtype for _, t, recipe in reversed(found) if recipe is not None}
     named = model.named_parameters(remove_duplicate=False)
@@ -121,10 +119,10 @@ def keep_dtypes(model: nn.Module, recipes: Recipes) -> None:
 
 
 def _prepare_buffers(built: Built, recipes: Recipes) -> dict[str, Recipe]:
-    """Take buffers off meta: empty where the checkpoint fills them, else with the constructor's value.
+    """Take buffers off meta, with the constructor's values unless the checkpoint fills them.
 
-    Gives the recipes of those that it fills, by their first name. One that is registered under several names
-    is filled if the checkpoint has any of these.
+    Returns the recipes of filled buffers by first name. A buffer with several names is filled if the
+    checkpoint has any of them.
     """
     model = built.model
     named = list(model.named_buffers(remove_duplicate=False))
@@ -152,7 +150,7 @@ def _prepare_buffers(built: Built, recipes: Recipes) -> dict[str, Recipe]:
 def buffer_value(
     built: Built, name: str, buffer: torch.Tensor, filled: bool, unknown: list[str]
 ) -> torch.Tensor:
-    """A buffer off meta: empty if it is ``filled`` later, else with the constructor's value, if known."""
+    """Return a buffer off meta, with its value unless it is ``filled`` later."""
     if buffer.device.type != "meta":
         return buffer
     if not filled and any(built.log.writers(buffer)):
@@ -185,7 +183,7 @@ def _aliases_aside(built: Built) -> Iterator[None]:
         parameter = owner._parameters.get(leaf)
         if parameter is not None:
             aside[name] = parameter
-            # Marked as loaded, so that the initialiser passes it by and draws nothing for it.
+            # Marked as loaded, so that the initialiser skips it and draws nothing for it.
             stand_in = recast(parameter, parameter.dtype)
             library.mark_loaded(stand_in)
             replace_tensor(model, name, stand_in)
@@ -197,7 +195,10 @@ def _aliases_aside(built: Built) -> Iterator[None]:
 
 
 def program_for(built: Built, name: str, parameter: nn.Parameter) -> Program:
-    """How a parameter without a recipe gets its values. Raises BuildError, with the name, if nothing says."""
+    """Return the program of a parameter without recipe.
+
+    Raises BuildError, with the name, if there is none.
+    """
     if not parameter.numel():
         return Program(parameter, parameter.detach(), built.log, ())
     program = program_of(parameter, built.log)
@@ -213,9 +214,9 @@ def program_for(built: Built, name: str, parameter: nn.Parameter) -> Program:
 def fill_plain_tensors(
     built: Built, aliases: Aliases, check: Callable[[str, torch.Tensor], None] = lambda path, tensor: None
 ) -> None:
-    """Tensors on meta that are registered nowhere get the value that the constructor computed.
+    """Give unregistered meta tensors the values that the constructor computed.
 
-    ``check`` is asked of each, by its path. Raises BuildError, with the names, for values that are lost.
+    ``check`` receives each with its path. Raises BuildError, with names, for lost values.
     """
     others = aliases.without_values()
     found = [(slot, slot.get()) for slot in tensor_slots(built.model)]

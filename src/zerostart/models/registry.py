@@ -1,4 +1,4 @@
-"""Libraries of models: those of zerostart, and those that other packages bring."""
+"""Registered model libraries: zerostart's own and those of other packages."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from zerostart.checkpoint.strict_json import JsonObject
 from zerostart.errors import ConfigError
 from zerostart.models.library import ModelLibrary
 
-#: Entry points of other packages: a name, and the subclass of ``ModelLibrary``.
+#: Entry points of other packages: a name and a subclass of ``ModelLibrary``.
 GROUP = "zerostart.model_libraries"
-#: Names, and where the class is. Each is asked in turn, so the last two take what nobody else has taken:
-#: a configuration, and a class.
+#: Module and class of each library, in the order of search; the last two accept anything.
 _OWN = {
     "diffsynth": ("zerostart.models.libraries.plain", "DiffSynth"),
     "diffusers": ("zerostart.models.libraries.diffusers", "Diffusers"),
@@ -28,9 +27,9 @@ _registered: dict[str, ModelLibrary] = {}
 
 
 def register_model_library(kind: type[ModelLibrary]) -> type[ModelLibrary]:
-    """Register ``kind``, which is asked before zerostart's own for what it handles; also a decorator.
+    """Register a library, to be asked before zerostart's own; also a decorator.
 
-    Raises ConfigError for a name that another library has, zerostart's own, registered or installed.
+    Raises ConfigError for a name that another library has.
     """
     there = _registered.get(kind.name)
     package = kind.__module__.partition(".")[0]
@@ -44,12 +43,15 @@ def register_model_library(kind: type[ModelLibrary]) -> type[ModelLibrary]:
 
 
 def model_library_names() -> list[str]:
-    """The names of all libraries, in the order in which they are asked."""
+    """Return the names of all libraries, in the order of search."""
     return [library.name for library in _libraries()]
 
 
 def library_of(model: nn.Module | type) -> ModelLibrary:
-    """The library of a model or class. Raises ConfigError for an installed one that cannot be imported."""
+    """Return the library of a model or class.
+
+    Raises ConfigError if an installed library cannot be imported.
+    """
     kind = model if isinstance(model, type) else type(model)
     return next(library for library in _libraries() if library.handles(kind))
 
@@ -57,9 +59,10 @@ def library_of(model: nn.Module | type) -> ModelLibrary:
 def described_by_tensors(
     shapes: Mapping[str, tuple[int, ...]],
 ) -> tuple[ModelLibrary, JsonObject] | None:
-    """The library that knows a checkpoint without a configuration by its tensors, and the configuration.
+    """Recognise a checkpoint without configuration by its tensors.
 
-    None where none does. Raises BuildError where one does and has no configuration at hand.
+    Returns the library and the configuration, or None. Raises BuildError if the configuration is not
+    available.
     """
     for library in _libraries():
         if (found := library.configuration_of(shapes)) is not None:
@@ -68,14 +71,15 @@ def described_by_tensors(
 
 
 def library_in(root: str | None) -> ModelLibrary:
-    """The library that the configuration in the directory ``root`` is of. Raises as ``library_of`` does."""
+    """Return the library of the configuration in ``root``. Raises as ``library_of`` does."""
     return next(library for library in _libraries() if library.describes(root))
 
 
 def maker_of(model: object, dtype: torch.dtype | None) -> tuple[Callable[[], nn.Module], torch.dtype | None]:
-    """What builds a model of a configuration, and the dtype that this names; a class or callable as it is.
+    """Return a builder for a configuration, and the dtype that it names.
 
-    Raises ConfigError for anything else, and as ``library_of`` does.
+    Classes and callables are returned unchanged. Raises ConfigError for anything else, and as ``library_of``
+    does.
     """
     for library in _libraries():
         if (found := library.of_configuration(model, dtype)) is not None:

@@ -1,7 +1,7 @@
-"""Smaller versions of a model's configuration: the same architecture and layout, less of it.
+"""Shrink configurations: the same architecture and layout with small sizes.
 
-Works on the plain dictionary of a transformers configuration, by the names that its fields have over
-the library's architectures. What a field does not have in common with others stays as it is.
+Works on the dictionary of a transformers configuration, by the names of fields in the library's
+architectures. Other fields do not change.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ _LAYERS = (
     *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth"),
     *("encoder_layers", "decoder_layers", "num_encoder_layers", "num_decoder_layers"),
 )
-#: Names of sizes by what they shrink to; a smaller value stays. The vocabulary is odd on purpose, so that
-#: no even number of ranks divides it; everything else keeps the relations that models check.
+#: Names of sizes by their maximum. The vocabulary is odd, so that no even number of ranks divides it; the
+#: others keep the relations that models check.
 _TINY: Mapping[int, tuple[str, ...]] = {
     257: ("vocab_size", "unpadded_vocab_size", "vocab_size_per_layer_input", "n_words"),
     128: (
@@ -61,14 +61,14 @@ _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "multi_query_group_num", "nu
 
 
 def tiny(config: JsonObject) -> JsonObject:
-    """A configuration of a few hundred thousand parameters, nested configurations included.
+    """Shrink a configuration, with nested ones, to a few hundred thousand parameters.
 
-    2 layers, hidden size 64, 4 heads of 16 (2 for keys and values where they are grouped), 8 experts
-    of which 2 are chosen, a vocabulary of 257.
+    2 layers, hidden size 64, 4 heads of 16 (2 for grouped keys and values), 8 experts with 2 active, and a
+    vocabulary of 257.
     """
     result: JsonObject = {key: tiny(value) if _nested(key, value) else value for key, value in config.items()}
     for target, keys in _TINY.items():
-        # Never larger than they are: a configuration may be tiny already.
+        # A configuration may be tiny already.
         result.update({key: min(config[key], target) for key in keys if _is_size(config.get(key))})
     _shrink_attention(config, result)
     _set_layers(config, result, {key: result[key] for key in _LAYERS if _is_size(config.get(key))})
@@ -79,20 +79,20 @@ def tiny(config: JsonObject) -> JsonObject:
 
 
 def _shrink_attention(config: JsonObject, result: JsonObject) -> None:
-    """Sizes of heads that follow from others."""
+    """Set sizes of heads that depend on other sizes."""
     grouped = _first(config, _KV_HEADS)
     heads = _first(config, ("num_attention_heads", "n_head", "num_heads"))
     for key in _KV_HEADS:
         if _is_size(config.get(key)):
-            # All heads with keys of their own stay so; grouped ones stay grouped.
+            # Grouped keys and values stay grouped.
             result[key] = min(config[key], 4 if grouped == heads else 2)
     if _is_size(config.get("expand")) and _is_size(config.get("num_heads")):
         result["num_heads"] = config["expand"] * 64 // 16  # Mamba 2: heads of 16 share the expanded width
     if "head_dim" in config and config["head_dim"] is None:
-        result["head_dim"] = 16  # what hidden size and heads give, for models that do not work it out
+        result["head_dim"] = 16  # for models that do not compute it
     if "qk_head_dim" in config:
         result["qk_head_dim"] = result.get("qk_nope_head_dim", 0) + result.get("qk_rope_head_dim", 0)
-    # Latent attention: its rotated part, or the whole, is also called the head's size.
+    # Latent attention: the head size repeats the size of the rotated part, or of the whole.
     for key in ("qk_head_dim", "qk_rope_head_dim"):
         if _is_size(config.get(key)) and config.get("head_dim") == config[key]:
             result["head_dim"] = result[key]
@@ -116,7 +116,7 @@ def _set_layers(config: Mapping[str, object], result: dict[str, object], layers:
     result.update(layers)
     if not layers:
         return
-    # The first kind of layers that the configuration counts is the one that its lists follow.
+    # Lists follow the first kind of layers in the configuration.
     main = next(iter(layers))
     before, after = config[main], layers[main]
     for key, value in config.items():
@@ -124,7 +124,7 @@ def _set_layers(config: Mapping[str, object], result: dict[str, object], layers:
             result[key] = {layer: own for layer, own in value.items() if int(layer) < after}
         if not isinstance(value, list | tuple) or not value:
             continue
-        # A list with an entry for each layer; else one that names some of them by number.
+        # A list has an entry for each layer, or numbers of layers.
         if len(value) == before:
             result[key] = _resample(list(value), after)
         elif key.endswith(("_layers", "_indexes", "_indices", "_idx", "_ids")) and all(map(_is_index, value)):
@@ -137,7 +137,7 @@ def _is_index(value: object) -> TypeGuard[int]:
 
 def _resample(kinds: list[object], count: int) -> list[object]:
     kept = [kinds[position % len(kinds)] for position in range(count)]
-    # Kinds of layers (sliding, full, linear) are kept if there is room: each is code of its own.
+    # Keep kinds of layers (sliding, full, linear) if there is room: each has its own code.
     lost = [kind for position, kind in enumerate(kinds) if kind not in kinds[:position] and kind not in kept]
     room = max(0, count - 1)
     tail = lost[:room]
@@ -158,7 +158,7 @@ def _clip_token_ids(config: dict[str, object]) -> None:
 
 
 def _shrink_rotary_sections(config: dict[str, object]) -> None:
-    """Multi-axis rotary positions divide half of a head among time, height and width."""
+    """Divide half of a head among time, height and width, for multi-axis rotary positions."""
     head = config.get("head_dim")
     if not _is_size(head):
         head = (_first(config, ("hidden_size",)) or 0) // (_first(config, ("num_attention_heads",)) or 1)
@@ -177,6 +177,6 @@ def _shrink_outputs(config: JsonObject, result: JsonObject) -> None:
         return
     if len(stages) == layers + 1:
         return
-    del result["stage_names"]  # the library makes them from the number of layers
+    del result["stage_names"]  # the library derives them from the number of layers
     result["out_features"] = None
     result["out_indices"] = list(range(max(1, layers + 1 - len(chosen)), layers + 1))

@@ -1,8 +1,7 @@
-"""Checkpoints of random weights in the layout that the hub has for an architecture.
+"""Write checkpoints of random weights in the hub's layout of an architecture.
 
-For benchmarks, rehearsals and tests: the model is built without memory, its state dict is taken back
-through the conversions that transformers registers (one tensor per expert, for example), and each
-tensor is filled and written by itself.
+For benchmarks and tests. The model is built without memory, and transformers' conversions are reversed (one
+tensor per expert, for example). Then each tensor is filled and written separately.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _DTYPES = {
     "float16": torch.float16,
     "fp16": torch.float16,
 }
-#: transformers' mappings from configuration to class, in the order in which they are asked.
+#: transformers' mappings from configuration to class, in the order of search.
 _MAPPINGS = (
     "MODEL_FOR_CAUSAL_LM_MAPPING",
     "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
@@ -53,7 +52,7 @@ _MAPPINGS = (
 
 @dataclass(frozen=True)
 class Synthesised:
-    """What was written: ``nbytes`` counts tensors, ``dropped`` names fields of the configuration left out."""
+    """Result of ``synthesise``: ``nbytes`` of tensors, ``dropped`` fields of the configuration."""
 
     path: Path
     architecture: str
@@ -75,28 +74,27 @@ def synthesise(
 ) -> Synthesised:
     """Write random weights and ``config.json`` of the architecture ``source`` to ``out``.
 
-    ``source`` is a configuration file, a directory with a ``config.json``, or a transformers model type,
-    whose default configuration is taken. ``size`` is "tiny", or None for the whole.
-    ``sparse`` makes files of full size that hold no data and take no space. ``dtype`` is float32,
-    bfloat16 or float16, by default the configuration's, else bfloat16. The same ``seed`` gives the same
-    bytes. A checkpoint already in ``out`` is replaced.
+    ``source`` is a configuration file, a directory with ``config.json``, or a transformers model type.
+    ``size`` is "tiny", or None for full size. ``sparse`` writes files of full size without data, which take
+    no space. ``dtype`` is float32, bfloat16 or float16, by default the configuration's, then bfloat16. Equal
+    seeds give equal bytes. A checkpoint in ``out`` is replaced.
 
-    Raises ConfigError or CheckpointError for arguments that make no sense, BuildError if the
-    architecture cannot be built, WriteError if writing fails.
+    Raises ConfigError or CheckpointError for wrong arguments, BuildError if the architecture cannot be built,
+    WriteError if writing fails.
     """
     raw = _read(source)
-    # Random weights are written unquantised, so their configuration must not speak of quantisation.
+    # The weights are not quantised, so the configuration must not say so.
     dropped = ("quantization_config",) if raw.pop("quantization_config", None) is not None else ()
     config = _configuration(raw, source)
     if size not in (None, "tiny"):
         raise ConfigError(f"size {size!r} is not 'tiny'")
     if size is not None:
-        # By way of the whole configuration: what the file leaves out has defaults, which are sizes too.
+        # Expand first: sizes missing in the file have defaults.
         config = _configuration(tiny(config.to_dict()), source)
     chosen = _chosen_dtype(dtype, config)
     kind = _model_class(config)
     layout, parameters = _plan(kind, config, chosen, max_shard_size)
-    # Without a document: it is a plain checkpoint.
+    # No document, since this is a plain checkpoint.
     staging = Staging(out, marker="")
     try:
         with CheckpointWriter(staging.directory, layout, durable=False) as writer:
@@ -118,7 +116,7 @@ def synthesise(
 
 
 def _read(source: str | os.PathLike[str]) -> JsonObject:
-    """Fields of the configuration that ``source`` names, ``model_type`` among them."""
+    """Return the fields of the configuration that ``source`` names."""
     import transformers
 
     path = Path(source)
@@ -146,7 +144,7 @@ def _configuration(raw: dict[str, object], source: str | os.PathLike[str]) -> Pr
         )
     try:
         return transformers.CONFIG_MAPPING[model_type].from_dict(raw)
-    except Exception as error:  # configurations validate themselves, each in its own way
+    except Exception as error:  # each configuration validates itself in its own way
         raise ConfigError(f"{os.fspath(source)}: not a usable {model_type} configuration: {error}") from error
 
 
@@ -173,7 +171,7 @@ def _model_class(config: PreTrainedConfig) -> type[torch.nn.Module]:
             f"the configuration names the architecture {name}, which transformers {transformers.__version__} "
             "does not have; correct it, or leave it out to take the model type's own"
         )
-    # Where a text model is a part, the causal mapping may name the class of that part alone.
+    # For a model with a text part, the causal mapping may name only that part's class.
     mappings = reversed(_MAPPINGS[:-1]) if "text_config" in config.sub_configs else iter(_MAPPINGS)
     for mapping in (*mappings, _MAPPINGS[-1]):
         found = getattr(transformers, mapping).get(type(config), None)
@@ -186,7 +184,7 @@ def _model_class(config: PreTrainedConfig) -> type[torch.nn.Module]:
 def _plan(
     kind: type[torch.nn.Module], config: object, dtype: torch.dtype, max_shard_size: int | str
 ) -> tuple[SaveLayout, int]:
-    """Layout of the files under hub names and shapes, and the number of elements."""
+    """Return the layout of the files, and the number of elements."""
     for part in parts_of(config):
         part.dtype = dtype
     try:
@@ -211,7 +209,7 @@ def _stored(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.Tenso
         if name in left_out:
             continue
         kept = next((own for pattern, own in plan if pattern.search(name)), None)
-        # What the model keeps in another dtype is stored in it, as ``save_pretrained`` does.
+        # The model keeps some tensors in another dtype, as ``save_pretrained`` does.
         stored[name] = tensor.to(kept) if kept is not None and tensor.is_floating_point() else tensor
     return stored
 
@@ -241,15 +239,15 @@ def _write_config(config: PreTrainedConfig, kind: type[torch.nn.Module], out: Pa
         raise WriteError(f"{out / CONFIG_NAME}: cannot be written: {error.strerror}") from error
 
 
-#: Elements of the block, a prime: 16 MB in fp32.
+#: Elements of the block, a prime; 16 MB in fp32.
 _PERIOD = 4_194_301
 
 
-# Drawing every element from a generator would take minutes for a large model. So one block of normal values
-# is drawn, and a tensor's content is a window of the endlessly repeated block, from a position that its name
-# decides. The block's length is prime: no two rows of a tensor are alike.
+# Drawing every element would take minutes for a large model. A tensor is a window of one endlessly repeated
+# block of normal values, from a position that depends on its name. The block's length is prime, so no two
+# rows are equal.
 class Noise:
-    """Content for tensors: normal values with deviation ``std``, decided by ``seed`` and names alone."""
+    """Content for tensors, which depends only on ``seed`` and names."""
 
     def __init__(self, seed: int, std: float) -> None:
         self._seed = seed
@@ -257,14 +255,13 @@ class Noise:
         self._normal = torch.from_numpy(drawn).mul_(std)
 
     def content(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Iterator[memoryview]:
-        """Bytes of the tensor ``name`` in order, in pieces of at most one block.
+        """Yield the bytes of the tensor ``name``, in pieces of at most one block.
 
-        Matrices and larger are normal; of the rest, what is called a bias is zeros, and so are integers
-        and truth values; other vectors and scalars are ones.
+        Matrices and larger tensors are normal with deviation ``std``. Biases, integers and truth values are
+        zeros; other vectors and scalars are ones.
         """
         digest = hashlib.blake2b(f"{self._seed}/{name}".encode(), digest_size=8).digest()
-        # The first piece begins in the middle of the block; the next ones take it from its beginning, over
-        # and over.
+        # Pieces after the first start at the beginning of the block.
         start, left, block = int.from_bytes(digest, "little") % _PERIOD, math.prod(shape), self._normal
         if not dtype.is_floating_point or len(shape) < 2:
             one = dtype.is_floating_point and not name.endswith("bias")

@@ -1,1 +1,1 @@
-"""The libraries of models that zerostart knows itself."""
+"""Model libraries that zerostart supports."""

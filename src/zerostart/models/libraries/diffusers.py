@@ -1,4 +1,4 @@
-"""Models of diffusers: built from their configuration, and left as ``from_pretrained`` leaves them."""
+"""Models of diffusers, built from their configuration as ``from_pretrained`` does."""
 
 from __future__ import annotations
 
@@ -38,27 +38,26 @@ if TYPE_CHECKING:
 
 
 class Diffusers(ModelLibrary):
-    """diffusers; what a checkpoint lacks is initialised by the model's own constructor."""
+    """diffusers; constructors initialise missing tensors."""
 
     name = "diffusers"
     weights_stem = "diffusion_pytorch_model"
     adapter_format = "diffusers"
 
     def handles(self, kind: type) -> bool:
-        """Whether it is a ``ModelMixin``."""
         return upstream.is_diffusers(kind)
 
     def describes(self, root: str | None) -> bool:
-        """Whether the configuration has ``_class_name``, as those of diffusers alone have."""
+        """Return True if the configuration has ``_class_name``, as only those of diffusers do."""
         config = (read_config(root) if root else None) or {}
         return isinstance(config.get("_class_name"), str)
 
     def configuration_of(
         self, shapes: Mapping[str, tuple[int, ...]], kind: type[nn.Module] | None = None
     ) -> JsonObject | None:
-        """As ``from_single_file`` finds it: that of the release which the tensors are of.
+        """Find the configuration of the tensors' release, as ``from_single_file`` does.
 
-        From the local cache of the hub. Raises BuildError where it is not there.
+        It has to be in the local cache of the hub; otherwise BuildError is raised.
         """
         from huggingface_hub import try_to_load_from_cache
 
@@ -83,15 +82,15 @@ class Diffusers(ModelLibrary):
         )
 
     def require(self, kind: type[nn.Module] | None, root: str | None) -> None:
-        """Import diffusers, and the class where the configuration names it.
+        """Import diffusers and the class in the configuration.
 
-        Raises BuildError or UnsupportedVersionError where that fails.
+        Raises BuildError or UnsupportedVersionError.
         """
         if kind is None:
             _named_class(read_config(str(root)) or {}, str(root))
 
     def construction(self, kind: type[nn.Module] | None, stored: Stored) -> Construction:
-        """In the dtype that the model is to have, since buffers depend on it.
+        """Build in the final dtype, since buffers depend on it.
 
         Raises BuildError for a class that diffusers does not have.
         """
@@ -105,11 +104,11 @@ class Diffusers(ModelLibrary):
         )
 
     def expectations(self, built: Built) -> dict[str, Target]:
-        """As ``ModelMixin.from_pretrained`` casts: what it keeps in float32, and all else to the one dtype.
+        """Cast as ``ModelMixin.from_pretrained``: some modules to float32, all others to the dtype.
 
-        Without one, all else is as the checkpoint stores it.
+        Without a dtype, the others keep the checkpoint's.
         """
-        # Parts of names: a module of that name keeps all that lies in it.
+        # Names of modules, which keep all their tensors.
         kept = upstream.kept_in_fp32(built.model)
         targets: dict[str, Target] = {}
         for name, tensor, buffer in state_names(built.model):
@@ -127,35 +126,34 @@ class Diffusers(ModelLibrary):
     def recipes(
         self, built: Built, catalog: Catalog, targets: Mapping[str, Target], converter: object = None
     ) -> Recipes:
-        """By the layout that fits of those that a checkpoint may have, or by a callable."""
+        """Use the layout of the checkpoint that fits the model, or a callable."""
         if converter is not None:
             return super().recipes(built, catalog, targets, converter)
         reading = convert(built.model, dequantised_symbols(catalog, targets), targets)
         return matched(reading.tensors, targets, reading.others, reading.dropped)
 
     def ignorable(self, model: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The model's own patterns."""
         return (), upstream.ignorable_unexpected(model)
 
     def finish(self, built: Built, recipes: Recipes, name: str | None, catalog: Catalog) -> None:
-        """Leave the name in the configuration, as ``from_pretrained`` does; ``from_single_file`` does not."""
+        """Store the name in the configuration, as ``from_pretrained`` does."""
         model: ModelMixin = built.model
         if name is not None and name not in catalog.files:
             model.register_to_config(_name_or_path=name)
 
     def save_settings(self, model: nn.Module, directory: Path, dtype: torch.dtype | None) -> bool:
-        """By ``save_config``, of the class as the library defines it: FSDP2 puts one of its own in front."""
+        """Write the configuration with the class's own name, without FSDP2's prefix."""
         described: ModelMixin = model
         described.save_config(directory)
         path = directory / CONFIG_NAME
         written = json.loads(path.read_text(encoding="utf-8"))
-        # FSDP2 puts ``FSDP`` before the name of the class.
+        # FSDP2 prefixes the class name with ``FSDP``.
         written["_class_name"] = type(model).__name__.removeprefix("FSDP")
         path.write_text(json.dumps(written, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         return True
 
     def own_loading(self, kind: type[nn.Module]) -> OwnLoading | None:
-        """``from_pretrained`` of the class as the library defines it: FSDP2 puts one of its own in front."""
+        """Return ``from_pretrained`` of the library's class, which FSDP2 may have replaced."""
         plain: type[ModelMixin] = next(k for k in kind.__mro__ if k.__module__.startswith("diffusers."))
 
         def load(root: str, dtype: torch.dtype | None) -> nn.Module:
@@ -167,12 +165,11 @@ class Diffusers(ModelLibrary):
 
 
 def _floating(dtype: torch.dtype | None) -> torch.dtype:
-    """``dtype`` where torch can compute in it, else the default."""
     return dtype if dtype is not None and dtype.itemsize > 1 else torch.get_default_dtype()
 
 
 def _named_class(config: Mapping[str, object], root: str) -> type[nn.Module]:
-    """The class of diffusers that the configuration in ``root`` names. Raises BuildError if there is none."""
+    """Return the diffusers class of a configuration. Raises BuildError if there is none."""
     require()
     name = str(config.get("_class_name"))
     kind = model_class(name)
@@ -187,9 +184,9 @@ def _named_class(config: Mapping[str, object], root: str) -> type[nn.Module]:
 
 
 def _construct(kind: type[ModelMixin], root: str | None, config: JsonObject | None) -> nn.Module:
-    """Build the diffusers class from ``config``, that in ``root`` if there is one, as ``from_pretrained``.
+    """Build the class from a configuration.
 
-    Raises BuildError if there is no configuration, or one that is not of a class of diffusers.
+    Raises BuildError without a configuration, or if it describes no class of diffusers.
     """
     if config is None:
         raise BuildError(
@@ -215,7 +212,7 @@ def _check_described(config: Mapping[str, object], kind: type, path: Path) -> No
 
 Symbols = Mapping[str, SymbolicTensor]
 _STATISTICS = r"per_channel_statistics\.(channel|mean-of-means|mean-of-stds)"
-#: By converter of diffusers, names that it leaves out since the model does not have them.
+#: Names that a converter of diffusers drops, since the model does not have them.
 _DROPPED = {
     "convert_cosmos_transformer_checkpoint_to_diffusers": r"logvar\.|pos_embedder\.|accum_|_extra_state",
     "convert_flux3_transformer_checkpoint_to_diffusers": r"^repa_projectors\.",
@@ -228,32 +225,31 @@ _DROPPED = {
 }
 
 
-# A file may hold the model under its own names, under those of the original release, for which diffusers
-# registers a converter, and either with a prefix, beside other components. Nothing in a file says which. Each
-# reading is tried in turn on symbolic tensors, and the one that covers most of the model is taken, the first
-# of equals: so a checkpoint that merely lacks a tensor is not mistaken for one in another layout.
+# A file has the model's names or those of the original release, for which diffusers has a converter. Both may
+# have a prefix, next to other components. Each reading is tried on symbolic tensors, and the first one that
+# covers most of the model is used. So a missing tensor is not mistaken for another layout.
 @dataclass(frozen=True)
 class Reading:
-    """Tensors by the model's names, and checkpoint names that belong to other components."""
+    """Tensors by the model's names, and checkpoint names of other components."""
 
     tensors: dict[str, SymbolicTensor]
     others: tuple[str, ...] = ()
-    #: Checkpoint names that a converter leaves out of its result.
+    #: Checkpoint names that the converter drops.
     dropped: tuple[str, ...] = ()
 
 
 def convert(model: object, symbols: Symbols, targets: Mapping[str, Target]) -> Reading:
-    """The reading of ``symbols`` that covers most of ``targets``, by name and shape.
+    """Return the reading of ``symbols`` that covers most of ``targets``.
 
-    Raises ConversionError if the registered converter fails and the names are not the model's own either.
+    Raises ConversionError if the converter fails and the names are not the model's own.
     """
-    # The first of equals stays: ``>``, with the plainest reading first.
+    # The plainest reading comes first, and the first of equals counts.
     best, most = Reading({}), -1
     failure: ConversionError | None = None
     for read in _readings(model, symbols):
         try:
             reading = read()
-        except ConversionError as error:  # it looks up keys that a file in another layout has not
+        except ConversionError as error:  # the converter looks up keys of another layout
             failure = failure or error
             continue
         covered = sum(
@@ -264,7 +260,7 @@ def convert(model: object, symbols: Symbols, targets: Mapping[str, Target]) -> R
             best, most = reading, covered
         if covered == len(targets):
             break
-    # Where most of the names fit some reading, what is missing is told as missing, and not as another layout.
+    # If most names fit, report missing tensors instead of another layout.
     if failure is not None and 2 * most < len(targets):
         raise ConversionError(
             f"the checkpoint has only {most} of the {len(targets)} tensors of "
@@ -275,7 +271,7 @@ def convert(model: object, symbols: Symbols, targets: Mapping[str, Target]) -> R
 
 
 def _readings(model: object, symbols: Symbols) -> Iterator[Callable[[], Reading]]:
-    """The ways to read the checkpoint, the plainest first."""
+    """Yield the ways to read the checkpoint, the plainest first."""
 
     def as_it_is(part: Symbols, others: tuple[str, ...] = ()) -> Reading:
         tensors = dict(part)
@@ -296,8 +292,8 @@ def _readings(model: object, symbols: Symbols) -> Iterator[Callable[[], Reading]
 def _component(
     symbols: Symbols, prefixes: tuple[str, ...]
 ) -> tuple[Symbols, Symbols | None, tuple[str, ...]]:
-    """The component's tensors, the same without their prefix (None if they have none), and the others."""
-    # As in diffusers: of the prefixes that occur the last one counts.
+    """Split off the component's tensors; also return them without their prefix, if any."""
+    # As in diffusers, the last matching prefix counts.
     prefix = next((p for p in reversed(prefixes) if any(name.startswith(p) for name in symbols)), None)
     if prefix is None:
         return symbols, None, ()
@@ -309,7 +305,7 @@ def _component(
 def _converted(converter: Function, model: ModelMixin, part: Symbols, others: tuple[str, ...]) -> Reading:
     def convert(state_dict: JsonObject) -> JsonObject:
         made = converter(config=dict(model.config), checkpoint=state_dict)
-        # One that looks for a key with `get` leaves None where the checkpoint has none.
+        # Converters that use `get` leave None for missing keys.
         return {name: value for name, value in made.items() if value is not None}
 
     name = getattr(converter, "__name__", "of diffusers")

@@ -1,4 +1,4 @@
-"""Modules of plain torch: loaded as their own ``load_state_dict`` loads them."""
+"""Modules of plain torch, loaded as by their own ``load_state_dict``."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from zerostart.upstream.deepspeed.zero3_start import keep_printable
 
 
 class Plain(ModelLibrary):
-    """A module of no library: built by the caller, and filled by its own ``load_state_dict``."""
+    """A module that the caller builds and its own ``load_state_dict`` fills."""
 
     name = "plain"
     from_config = False
     keeps_views = True
 
     def handles(self, kind: type) -> bool:
-        """It is asked last, and takes any class."""
+        """Accept any class; this library is asked last."""
         return True
 
     def recipes(
         self, built: Built, catalog: Catalog, targets: Mapping[str, Target], converter: object = None
     ) -> Recipes:
-        """What the module's own loading makes of the checkpoint, or of what the caller's converter makes."""
+        """Run the module's own loading on the checkpoint, or on the converter's result."""
         chosen = chosen_converter(built.model, converter, self.converter)
         if chosen is None:
             symbols = dequantised_symbols(catalog, targets)
@@ -39,16 +39,15 @@ PACKAGE = "diffsynth."
 
 
 class DiffSynth(Plain):
-    """DiffSynth's own classes, those that derive from transformers' too: all load a state dict."""
+    """DiffSynth's own classes, which load a state dict."""
 
     name = "diffsynth"
 
     def handles(self, kind: type) -> bool:
-        """Whether DiffSynth defines it, or a class that it derives from."""
         return any(base.__module__.startswith(PACKAGE) for base in kind.__mro__)
 
     def entries(self, model: nn.Module) -> tuple[str, ...]:
-        """All public methods that its class has beside the forward: pipelines call them as they need them."""
+        """Return all public methods of its classes, since pipelines call them directly."""
         own = [vars(base) for base in type(model).__mro__ if base.__module__.startswith(PACKAGE)]
         names = dict.fromkeys(name for members in reversed(own) for name in members)
         return tuple(
@@ -60,9 +59,9 @@ class DiffSynth(Plain):
         )
 
     def by_parts(self, model: nn.Module) -> bool:
-        """Whether pipelines call its modules: all but autoencoders and encoders, which have methods."""
+        """Return True unless it is an autoencoder or encoder, which has methods."""
         return not Plain.entries(self, model)
 
     def finish(self, built: Built, recipes: Recipes, name: str | None, catalog: Catalog) -> None:
-        """Let DeepSpeed begin with it, whatever its modules print."""
+        """Let DeepSpeed start with the model even if printing its modules fails."""
         keep_printable(built.model)

@@ -1,4 +1,4 @@
-"""Models of transformers: built, tied, initialised and left as ``from_pretrained`` does it."""
+"""Models of transformers, built, tied and initialised as in ``from_pretrained``."""
 
 from __future__ import annotations
 
@@ -56,25 +56,24 @@ _CODE = (
 
 
 class Transformers(ModelLibrary):
-    """transformers, by its own rules for names, ties, dtypes and what is missing."""
+    """transformers, with its own rules for names, ties, dtypes and missing tensors."""
 
     name = "transformers"
 
     def handles(self, kind: type) -> bool:
-        """Whether it is a ``PreTrainedModel``."""
         return upstream.is_pretrained(kind)
 
     def describes(self, root: str | None) -> bool:
-        """It is asked last, and takes any configuration: its errors say what is wrong with one."""
+        """Accept any configuration: this library is asked last, and its errors explain."""
         return True
 
     def require(self, kind: type[nn.Module] | None, root: str | None) -> None:
-        """Import transformers and the class. Raises BuildError for a configuration that names none."""
+        """Import transformers and the class. Raises BuildError if the configuration names none."""
         import transformers
 
         raw = _read_config(root) if kind is None else {}
         if "auto_map" in raw:
-            return  # of code beside the weights, which is the caller's to trust: see ``construction``
+            return  # code next to the weights, which the caller has to trust: see ``construction``
         named = raw.get("architectures")
         names = named if isinstance(named, list) else ()
         found = [getattr(transformers, name, None) for name in names if isinstance(name, str)]
@@ -82,7 +81,7 @@ class Transformers(ModelLibrary):
             _configured(root, kind)
 
     def construction(self, kind: type[nn.Module] | None, stored: Stored) -> Construction:
-        """In the dtype that was asked for, else the configuration's, else that of the checkpoint.
+        """Build in the requested dtype, else the configuration's, else the checkpoint's.
 
         Raises BuildError for a configuration that names no class.
         """
@@ -94,7 +93,7 @@ class Transformers(ModelLibrary):
     def of_configuration(
         self, config: object, dtype: torch.dtype | None
     ) -> tuple[Callable[[], nn.Module], torch.dtype | None] | None:
-        """As ``from_config`` of the class that it names first, or of the base model. Raises BuildError."""
+        """Use the class that the configuration names first, or the base model. Raises BuildError."""
         if not is_configuration(config):
             return None
         own = copy.deepcopy(config)
@@ -102,7 +101,7 @@ class Transformers(ModelLibrary):
         return functools.partial(made, own if named is None else _with_dtype(own, named)), named
 
     def whole_dtype(self, model: nn.Module, stored: Stored, given: bool) -> torch.dtype | None:
-        """As ``construction``; the configuration is the file's for a model that the caller has built.
+        """Use the requested dtype, else the configuration's, else the checkpoint's.
 
         Raises BuildError for a file that is no configuration.
         """
@@ -116,9 +115,9 @@ class Transformers(ModelLibrary):
         return stored.asked or own or stored.first
 
     def quantizer(self, model: nn.Module, root: str | None, dtype: torch.dtype | None) -> object:
-        """The quantizer that the configuration beside the weights calls for.
+        """Return the quantizer for the configuration next to the weights.
 
-        Raises BuildError for a file that is no configuration, ConversionError for a format that is not known.
+        Raises BuildError for a file that is no configuration, ConversionError for an unknown format.
         """
         if not root or not (Path(root) / "config.json").is_file():
             return None
@@ -130,17 +129,15 @@ class Transformers(ModelLibrary):
         return quantizer
 
     def quantisation(self, quantizer: object) -> str:
-        """As its configuration calls it."""
         return method_of(quantizer)
 
     def dtype_plan(self, model: nn.Module, dtype: torch.dtype) -> list[tuple[re.Pattern[str], torch.dtype]]:
-        """What the model keeps in another dtype."""
         return upstream.dtype_plan(model, dtype)
 
     def recipes(
         self, built: Built, catalog: Catalog, targets: Mapping[str, Target], converter: Any = None
     ) -> Recipes:
-        """By the mapping registered for the model, by a list of conversions, or by a callable."""
+        """Use the model's registered conversions, a list of conversions, or a callable."""
         if callable(converter):
             return super().recipes(built, catalog, targets, converter)
         mapping = (
@@ -153,47 +150,41 @@ class Transformers(ModelLibrary):
         return convert(built.model, mapping, symbols, targets)
 
     def revert(self, model: nn.Module, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Under hub names and shapes."""
         return upstream.revert(model, state_dict)
 
     def ties(self, model: nn.Module) -> dict[str, str]:
-        """As the model's class and configuration say."""
         return upstream.tied_names(model)
 
     def tie(self, model: nn.Module, missing: set[str]) -> None:
-        """By the model's own method."""
         upstream.tie(model, missing)
 
     def untie(self, model: nn.Module, name: str, source: str) -> None:
-        """The model then no longer says that they are tied, either."""
+        """Separate the names, and remove the tie from the model."""
         del upstream.tied_names(model)[name]
         super().untie(model, name, source)
 
     def lacking(self, model: nn.Module, coverage: Coverage) -> Iterable[str]:
-        """Every name: a mismatch that is to be ignored is initialised."""
+        """Yield every name, since ignored mismatches are initialised."""
         return (name for name, _, _ in state_names(model))
 
     def ignorable(self, model: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The model's own patterns."""
         return upstream.ignorable(model)
 
     def mark_loaded(self, tensor: torch.Tensor) -> None:
-        """With the library's mark."""
         upstream.mark_loaded(tensor)
 
     def initialiser(self, model: nn.Module) -> Callable[[], None] | None:
-        """The model's own."""
         return functools.partial(upstream.initialise, model)
 
     def keep_outputs(self, model: nn.Module) -> None:
-        """What is asked of it besides (hidden states, attentions) is found by the name of the class."""
+        """Keep hidden states and attentions, which transformers finds by class name."""
         upstream.keep_outputs(model)
 
     def finish(self, built: Built, recipes: Recipes, name: str | None, catalog: Catalog) -> None:
-        """Set what later library calls look at.
+        """Set attributes that later library calls read.
 
-        The conversions that matched (``save_pretrained`` reverses them), the name and dtype in the
-        configuration, and the generation configuration that lies beside the weights.
+        These are the conversions that matched (``save_pretrained`` reverses them), the name and dtype in the
+        configuration, and the generation configuration.
         """
         model: PreTrainedModel = built.model
         upstream.keep_conversions(model, recipes.conversions)
@@ -211,11 +202,9 @@ class Transformers(ModelLibrary):
                 logger.warning("%s was not understood and is left out: %s", path, error)
 
     def parallel_rules(self, model: nn.Module, axis: str) -> dict[str, str]:
-        """As the model's configuration and class declare."""
         return upstream.parallel_rules(model, axis)
 
     def attention(self, model: nn.Module) -> Attention:
-        """As its class and configuration say."""
         if obstacle := attention_parts.obstacle(model):
             return Attention(obstacle=obstacle)
         heads, key_value_heads = attention_parts.heads(model)
@@ -223,18 +212,16 @@ class Transformers(ModelLibrary):
         return Attention(attention_parts.implementation(model), heads, key_value_heads, kinds)
 
     def unsaved(self, model: nn.Module) -> tuple[str, ...]:
-        """The model's own names."""
         return upstream.ignorable_on_save(model)
 
     def save_settings(self, model: nn.Module, directory: Path, dtype: torch.dtype | None) -> bool:
-        """As ``save_pretrained`` leaves them: configuration, generation configuration, code of its own."""
+        """Write the configuration, generation configuration and code, as ``save_pretrained`` does."""
         described: PreTrainedModel = model
         config = copy.deepcopy(described.config)
-        # The dtype that the files have: the one asked for, else the one held now, else what the configuration
-        # said.
+        # Dtype of the files: the requested one, else the present one, else the configuration's.
         held = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
         config.dtype = dtype or held or config.dtype
-        # FSDP2 puts ``FSDP`` before the name of the class.
+        # FSDP2 prefixes the class name with ``FSDP``.
         config.architectures = [type(model).__name__.removeprefix("FSDP")]
         if described.is_remote_code():
             from transformers.dynamic_module_utils import custom_object_save
@@ -246,8 +233,8 @@ class Transformers(ModelLibrary):
         return True
 
     def own_loading(self, kind: type[nn.Module]) -> OwnLoading | None:
-        """``from_pretrained`` of the class as the library defines it: FSDP2 puts one of its own in front."""
-        own = ("transformers.", "transformers_modules.")  # the second: from beside a checkpoint
+        """Return ``from_pretrained`` of the library's class, which FSDP2 may have replaced."""
+        own = ("transformers.", "transformers_modules.")  # the second: code next to a checkpoint
         plain: type[PreTrainedModel] = next(k for k in kind.__mro__ if k.__module__.startswith(own))
 
         def load(root: str, dtype: torch.dtype | None) -> nn.Module:
@@ -263,9 +250,9 @@ def _configured(
 ) -> tuple[type[nn.Module], PreTrainedConfig]:
     import transformers
 
-    # Whether code beside the weights is meant, which runs only where the caller trusts it.
+    # True if the model's class is code next to the weights, which runs only if trusted.
     coded = "auto_map" in _read_config(root)
-    # A class takes its own configuration, which may be a part of the checkpoint's, as from_pretrained does.
+    # As in from_pretrained, a class reads its own configuration, which may be a part of the checkpoint's.
     reader = getattr(kind, "config_class", None)
     try:
         with unasked():
@@ -284,7 +271,7 @@ def _configured(
                 f"{root}: the model's code in this directory fails: {type(error).__name__}: {error}"
             ) from error
         raise BuildError(f"{root}/config.json names no model that transformers knows: {error}") from error
-    # The model is built as if it were not quantised, since it is dequantised on the way.
+    # Weights are dequantised while loading, so build the model without quantisation.
     config.__dict__.pop("quantization_config", None)
     if beside is not None:
         return beside, config
@@ -303,7 +290,7 @@ def _class_of(config: PreTrainedConfig, called: str = "the configuration") -> ty
         found = getattr(transformers, name, None)
         if isinstance(found, type):
             return found
-    # A configuration that names no class gets the base model of its type, as ``AutoModel`` gives it.
+    # A configuration without class gets the base model of its type, as in ``AutoModel``.
     mapping = transformers.MODEL_MAPPING
     if type(config) in mapping:
         found = mapping[type(config)]
@@ -334,7 +321,7 @@ def _named_dtype(value: object) -> torch.dtype | None:
 
 
 def parts_of(config: PreTrainedConfig) -> list[PreTrainedConfig]:
-    """The configuration and those of its parts, such as a model's vision and text."""
+    """Return the configuration and those of its parts, such as vision and text."""
     nested = (getattr(config, name, None) for name in getattr(config, "sub_configs", ()))
     return [config, *(part for part in nested if part is not None)]
 
@@ -345,18 +332,18 @@ def _with_dtype(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedConfi
     return config
 
 
-# Conversions follow the library's own driver, ``convert_and_load_state_dict_in_model``: keys in natural
-# order; all renamings in turn, then at most one converter; a key that the mapping leads astray is kept under
-# its own name; a fresh converter for each target.
+# This follows transformers' ``convert_and_load_state_dict_in_model``. Keys are in natural order. All
+# renamings apply in turn, then at most one converter. A key that the mapping leads to no target keeps its
+# name. Each target gets a fresh converter.
 def convert(
     model: torch.nn.Module,
     mapping: Sequence[WeightTransform],
     symbols: Mapping[str, SymbolicTensor],
     targets: Mapping[str, Target],
 ) -> Recipes:
-    """Run ``mapping`` on ``symbols`` for ``model``, which has the state-dict names of ``targets``.
+    """Run the conversions ``mapping`` on ``symbols``, for a model with the names of ``targets``.
 
-    Raises ConversionError where an operation fails.
+    Raises ConversionError if an operation fails.
     """
     core = loading_core()
     groups, plain, unexpected = _assign(core, model, mapping, symbols, targets)
@@ -384,7 +371,7 @@ def _assign(
     converters = [entry for entry in mapping if isinstance(entry, core.WeightConverter)]
     by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
     reading_stored = {pattern for pattern, c in by_pattern.items() if _reads_stored(c)}
-    # The driver only asks the state dict whether a name is there.
+    # The driver only asks whether a name is present.
     present = dict.fromkeys(targets, True)
     groups: JsonObject = {}
     plain: dict[str, str] = {}
@@ -401,7 +388,7 @@ def _assign(
                 first = converter.target_patterns[0]
                 unexpected += [name.replace(first, target) for target in converter.target_patterns]
         elif pattern is None:
-            # The first key wins, as in the driver.
+            # As in the driver, the first key counts.
             plain.setdefault(name, key)
         else:
             if name not in groups:
@@ -414,9 +401,9 @@ def _assign(
 
 
 def _reads_stored(converter: WeightConverter) -> bool:
-    """Whether a converter takes tensors in the dtype that they are stored in: one that dequantises.
+    """Return True for a converter that dequantises, and so takes tensors as stored.
 
-    All others get them in the dtype of the model, and calculate in it.
+    Others take tensors in the dtype of the model, and compute in it.
     """
     return any(getattr(operation, "hf_quantizer", None) for operation in converter.operations)
 
