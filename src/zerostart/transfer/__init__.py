@@ -1,4 +1,4 @@
-"""Executing a plan: storage, reads by a small thread pool, staging where a read cannot land in place."""
+"""Run plans: threads, staging buffers and progress."""
 
 from zerostart.checkpoint.storage import Rows
 from zerostart.checkpoint.storage.reader import FileReader

@@ -1,7 +1,7 @@
-"""Choose which rank reads which bytes, and send them to ranks that need them.
+"""Choose which rank reads which bytes, and send bytes to other ranks.
 
-Each rank reads its own slices, or replicas, ranks that need the same slices, read a share each and exchange
-them.
+Each rank reads its own slices. Or replicas, which need the same slices, read a share each and exchange the
+shares.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class TransferStats:
 
 @dataclass(frozen=True)
 class ReadDemand:
-    """Settings of one rank, from which all ranks choose a read strategy."""
+    """Settings of one rank, for choosing a read strategy."""
 
     #: Argument of the caller; None to choose automatically.
     exchange: bool | None
-    #: Maximum size of a request in an exchange, in bytes; 0 if the memory limit allows none.
+    #: Maximum request size in an exchange, in bytes; 0 if the memory limit allows none.
     chunk: int
     cold: bool
     #: True if all machines read from one storage over a network.
@@ -63,7 +63,7 @@ class ReadDemand:
 
 @dataclass(frozen=True)
 class ReadStrategy:
-    """Choice between reading own slices and exchanging shares with replicas."""
+    """Choice between reading own slices and exchanging shares."""
 
     exchange: bool
     #: True if the caller chose it by an argument.
@@ -122,8 +122,8 @@ def agree_on_strategy(
 
 
 def _key(rank: int, recipe: Recipe, layout: Layout, destination: Destination) -> bytes:
-    """Return a digest shared by ranks that need the same slice of a tensor."""
-    own = rank if recipe.computed or not layout.boxes else None  # what is computed, no replica reads
+    """Return a digest that ranks with the same slice share."""
+    own = rank if recipe.computed or not layout.boxes else None  # computed tensors are not exchanged
     words = repr((own, destination.name, layout, destination.dtype, destination.direct))
     return hashlib.blake2b(words.encode(), digest_size=12).digest()
 
@@ -136,7 +136,7 @@ def execute_together(
     world: World,
     strategy: ReadStrategy | None = None,
 ) -> TransferStats:
-    """Execute a plan, with bytes from storage or from other ranks; collective.
+    """Execute a plan, with bytes from storage or other ranks; collective.
 
     Raises PeerError if another rank dies, ReadError if the bytes read differ from the plan.
     """
@@ -169,7 +169,7 @@ def execute_together(
 class _Rounds:
     """Exchange rounds of one load.
 
-    In each round every rank reads a batch, and sends it through its group, which is a ring.
+    In each round, every rank reads a batch and sends it through the ring of its group.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class _Rounds:
             batches = make_rounds(shared.reads, self._plan.chunk_size, len(shared.ranks))
             rounds[levels[shared.ranks]] = [(shared.ranks, one_round) for one_round in batches]
         counts_by_rank = self._world.all_gather_object([len(per_level) for per_level in rounds], _EXCHANGING)
-        # Every rank takes part in as many rounds as the longest group has; the added ones are empty.
+        # All ranks need equally many rounds; the added ones are empty.
         steps: list[tuple[Group, list[Batch]]] = []
         for per_level, counts in zip(rounds, zip(*counts_by_rank, strict=True), strict=True):
             steps += per_level + [((), [])] * (max(counts) - len(per_level))
@@ -328,7 +328,7 @@ class Batch:
 
 
 def make_rounds(reads: Sequence[Read], limit: int, ranks: int) -> list[list[Batch]]:
-    """Split reads into rounds with at most one batch for each of ``ranks`` ranks.
+    """Split reads into rounds with at most one batch for each rank.
 
     A batch has at most ``limit`` bytes, or one longer read.
     """

@@ -1,4 +1,4 @@
-"""Run a plan: threads that take reads in order, and put the bytes where the plan says."""
+"""Run a plan: threads take reads in order and put the bytes into place."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zerostart.transfer.staging import HostStaging, bytes_view, make_staging
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
-#: Seconds between two meetings of ranks that read.
+#: Seconds between two meetings of reading ranks.
 MEETING_SECONDS = 0.5
 
 
@@ -32,21 +32,21 @@ def execute(
     depth: int = 2,
     meet: Callable[[bool], bool] | None = None,
 ) -> int:
-    """Fill ``storages`` (1-D, one for each of the plan's destinations) and zero their padding.
+    """Fill ``storages`` (1-D, one per destination of the plan) and zero their padding.
 
-    Returns the bytes read. ``depth`` is the number of a thread's staging buffers for an accelerator. ``meet``
-    is called by this thread while others read: it gets whether they have ended, and returns whether those of
-    all ranks have. The first error of any thread stops the others and is raised here.
+    Returns the bytes read. ``depth`` is the number of staging buffers of a thread for an accelerator.
+    ``meet`` runs in this thread while others read: it receives whether they have ended, and returns whether
+    all ranks' threads have. The first error of a thread stops the others and is raised here.
     """
-    # No more threads than there is work: each would take staging buffers of its own.
+    # More threads than work would only take staging buffers.
     work = max(1, len(plan.reads) + len(plan.computations))
     threads = min(threads or 2, work)
-    # The reader first: with one that gets its bytes from other ranks, these have to hear of whatever fails.
+    # The reader first: if other ranks serve it, they have to learn of any failure.
     with reader or plan.storage.reader() as source, progress, one_thread(bool(plan.computations)):
         _zero_padding(plan.destinations, storages)
         devices = dict.fromkeys(storage.device for storage in storages if storage.device.type != "cpu")
         for each in devices:
-            # The padding was zeroed on a stream that the threads' own know nothing of.
+            # The threads' streams do not wait for the stream that zeroed the padding.
             torch.accelerator.current_stream(each).synchronize()
         device = next(iter(devices), None)
         reading = _Reading(plan, storages, source, progress, device, threads, depth)
@@ -57,8 +57,7 @@ def execute(
 
 def _zero_padding(destinations: Sequence[Destination], storages: Sequence[torch.Tensor]) -> None:
     for destination, storage in zip(destinations, storages, strict=True):
-        # What follows the rank's own elements fills a partition up to the size that all ranks' have;
-        # optimizers and norms run over it, so it must not be left as it was allocated.
+        # Optimizers and norms run over the padding at the end of a partition, so it must be zero.
         if destination.owned < destination.numel:
             storage[destination.owned :].zero_()
 
@@ -80,18 +79,16 @@ class _Reading:
         self._reader = reader
         self._progress = progress
         self._ahead, self._depth = ahead, depth
-        # No more room than what takes any: results of computations do as well.
+        # Room for the largest staged read; results of computations use it too.
         staged = (read.nbytes for read in plan.reads if not read.direct)
         self._room = plan.chunk_size if plan.computations else max(staged, default=0)
 
     def work(self, items: Iterator[tuple[int, Read | Computation]]) -> None:
-        # Announced ahead by as many as there are threads: the reader can have the system fetch what the
-        # thread that is free next will ask for.
+        # Announce as many reads ahead as there are threads, so that the system can fetch them.
         reads = self._plan.reads
         with make_staging(self._room, self._depth, self._device) as staging:
             for number, item in items:
-                # ``number`` counts computations too, which come after all reads: what lies past the last read
-                # is not announced.
+                # Computations follow all reads, and are not announced.
                 if number + self._ahead < len(reads):
                     following = reads[number + self._ahead]
                     self._reader.announce(following.file, following.offset, _rows(following))
@@ -116,12 +113,12 @@ class _Reading:
             self._reader.gather(read.file, read.offset, rows, buffer, rows.width)
 
     def _into_place(self, read: Read, targets: _Targets) -> None:
-        # One positioned read that scatters: the parts tile the read, in the order of their offsets.
+        # One positioned read that scatters: the parts tile it in order.
         if read.rows == 1:
             self._reader.read(read.file, read.offset, [targets.place(part) for part in read.parts])
             return
-        # Rows: each lands ``step`` bytes after the one before, and what lies between belongs to other reads.
-        # ``place`` ends with the last row, so that nothing behind it can be touched.
+        # Rows land ``step`` bytes apart; the bytes between belong to other reads. ``place`` ends with the
+        # last row, so nothing after it can be written.
         (part,) = read.parts
         rows, step = _rows(read), part.loops[0][2] * part.dtype.itemsize
         place = targets.place(part, (rows.count - 1) * step + rows.width)
@@ -136,16 +133,14 @@ class _Reading:
         for step in computation.steps:
             operands = [
                 rows[number].view(shape) if strides is None else rows[number].as_strided(shape, strides)
-                # Registers are 1-D: a view gives the operand the shape that it has in eager torch, and where
-                # that decides how torch computes, its strides too.
+                # Registers are 1-D. Operands get the shape of eager torch, and its strides if the bits depend
+                # on them.
                 for number, shape, strides in step.operands
             ]
             made = step.source.evaluate(operands, step.box, step.factors).contiguous()
-            # Not ``view(-1)``: a dimension of size 1 may have kept a stride of 0.
-            # As bytes, as what was read is: parts are delivered alike, wherever they come from.
+            # Not ``view(-1)``: a dimension of size 1 may have stride 0. Parts take bytes, as from a read.
             result = made.as_strided((made.numel(),), (1,)).view(torch.uint8)
-            # Results in between are operands of later steps, and live in registers until the computation
-            # ends.
+            # Results of earlier steps are operands of later ones, and stay in registers.
             to = targets if step is computation.steps[-1] else registers
             for part in step.parts:
                 staging.put(part, result, to.storages[part.target])
@@ -174,7 +169,7 @@ T = TypeVar("T")
 
 
 class Crew(Generic[T]):
-    """Threads that each run ``work`` over what they take of ``items``, in order, until none is left."""
+    """Threads that run ``work`` over shared ``items``, in order, until none is left."""
 
     def __init__(
         self,
@@ -187,16 +182,16 @@ class Crew(Generic[T]):
         self._work = work
         self._device = device
         self._name = name
-        # A mode of this thread, without which others may not fill what it has made.
+        # Mode of this thread: tensors made in it can only be filled in it.
         self._inference = torch.is_inference_mode_enabled()
         self._lock = threading.Lock()
         self._started: list[threading.Thread] = []
         self._error: BaseException | None = None
 
     def run(self, threads: int, meet: Callable[[bool], bool] | None = None) -> None:
-        """Work in ``threads`` threads until all have ended: in this one, too, unless it has to ``meet``.
+        """Work in ``threads`` threads, this one included unless it has to ``meet``.
 
-        The first error of any of them stops the others and is raised here.
+        Returns when all have ended. The first error stops the others and is raised here.
         """
         beside = threads - (meet is None)
         names = [f"{self._name}-{number}" for number in range(beside)]
@@ -211,8 +206,8 @@ class Crew(Generic[T]):
                     continue
             self._join()
         except BaseException as error:
-            # Raised even if a thread failed too: all ranks have agreed on what ``meet`` raises, and a rank
-            # that raised its own error would wait for them in another meeting.
+            # Raised even if a thread failed too: all ranks agreed on the error of ``meet``, and a rank with
+            # another error would wait for them in the next meeting.
             self._error = self._error or error
             self._join()
             raise
@@ -220,7 +215,7 @@ class Crew(Generic[T]):
             raise self._error
 
     def _has_ended(self, seconds: float) -> bool:
-        """Wait so many seconds at most; True if all threads have ended."""
+        """Wait up to ``seconds``; return True if all threads have ended."""
         until = time.monotonic() + seconds
         for worker in self._started:
             worker.join(max(0.0, until - time.monotonic()))
@@ -234,7 +229,7 @@ class Crew(Generic[T]):
     def _take_part(self) -> None:
         try:
             self._work(self._taken())
-        except BaseException as error:  # whatever it is, it is raised again in the calling thread
+        except BaseException as error:  # raised again in the calling thread
             self._error = self._error or error
 
     def _take_part_beside(self) -> None:
@@ -245,7 +240,7 @@ class Crew(Generic[T]):
 
     def _taken(self) -> Iterator[T]:
         while self._error is None:
-            # Shared by all threads, and it may be a generator, which two of them must not run at once.
+            # Only one thread at a time may run a generator.
             with self._lock:
                 try:
                     item = next(self._items)
@@ -277,16 +272,16 @@ class Progress:
             self._bar.stop()
 
     def advance(self, nbytes: int) -> None:
-        """Note that ``nbytes`` more have been read; called by the reading threads."""
+        """Add bytes that a reading thread has read."""
         with self._lock:
             self.done += nbytes
-        # Outside of the lock: the bar has one of its own.
+        # Outside the lock, since the bar has its own.
         if self._bar is not None:
             self._bar.advance(self._task, nbytes)
 
 
 def _drawn() -> Bar:
-    # Imported here: most ranks of most loads draw nothing, and the import takes as long as their planning.
+    # A slow import that most ranks do not need.
     from rich import progress
     from rich.console import Console
 

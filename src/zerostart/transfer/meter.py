@@ -1,4 +1,4 @@
-"""Memory in use and memory free, of the host and of the accelerator, and the peaks of a load."""
+"""Memory in use and free, on host and accelerator, and peaks of a load."""
 
 from __future__ import annotations
 
@@ -17,19 +17,18 @@ from zerostart.transfer.buffers import locked_bytes, release_locked
 
 
 class PeakMeter:
-    """Measures the peaks of anonymous host memory and device memory above the level at the start.
+    """Peaks of anonymous host memory and device memory above the level at the start.
 
-    Host memory is sampled, device memory is the allocator's own mark; where that was higher before, samples.
-    None on a device whose allocator counts nothing.
+    Host memory is sampled. Device memory is the allocator's peak, or sampled if an earlier peak was higher.
     """
 
     def __init__(self, device: torch.device, interval: float = 0.01) -> None:
         self.device = device
         self.interval = interval
         self.host_bytes = 0
-        #: None: the device's allocator reports no peak.
+        #: None if the device's allocator reports no peak.
         self.device_bytes: int | None = 0
-        #: Most bytes in use that a sample saw; for peaks below the mark of before.
+        #: Maximum sampled bytes, for peaks below an earlier one.
         self._device_seen = 0
         self._paused = False
         self._stop = threading.Event()
@@ -53,7 +52,7 @@ class PeakMeter:
             peak = peak_bytes(self.device)
             if peak is None:
                 self.device_bytes = None
-            # The mark has risen, so it was reached since; else only the samples know.
+            # If the allocator's peak did not rise, use the samples.
             elif peak > self._peak_before:
                 self.device_bytes = peak - self._device_before
             else:
@@ -61,7 +60,7 @@ class PeakMeter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave out what the body adds: importing a library is no part of a load."""
+        """Exclude memory that the body adds, such as imports."""
         self._note()
         self._paused = True
         before = anonymous_bytes()
@@ -82,7 +81,7 @@ class PeakMeter:
 
 
 def anonymous_bytes() -> int:
-    """Return anonymous resident bytes of this process and page-locked ones; 0 if the system does not say."""
+    """Return anonymous resident and page-locked bytes of this process; 0 if unknown."""
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:
@@ -94,12 +93,15 @@ def anonymous_bytes() -> int:
 
 
 def allocated_bytes(device: torch.device) -> int:
-    """Bytes of tensors on an accelerator now; 0 for the host, and where its allocator does not count."""
+    """Return bytes of tensors on an accelerator; 0 for the host, and if unknown."""
     return _figure(torch.accelerator.memory_allocated, device) or 0
 
 
 def peak_bytes(device: torch.device) -> int | None:
-    """The most bytes of tensors on an accelerator so far; 0 for the host, None where nothing is counted."""
+    """Return the peak of bytes on an accelerator; 0 for the host.
+
+    None if its allocator counts nothing.
+    """
     return _figure(torch.accelerator.max_memory_allocated, device)
 
 
@@ -108,32 +110,32 @@ def _figure(figure: Callable[[torch.device], int], device: torch.device) -> int 
         return 0
     try:
         return int(figure(device))
-    except (RuntimeError, NotImplementedError):  # no allocator of torch's kind (MPS), or no figures of it
+    except (RuntimeError, NotImplementedError):  # no figures, or another kind of allocator (MPS)
         return None
 
 
 def release_cached() -> None:
-    """Give back what allocators of the accelerator and of page-locked memory keep of freed tensors."""
+    """Free memory that allocators keep of freed tensors, on accelerator and host."""
     release_locked()
     if torch.accelerator.is_available():
-        with contextlib.suppress(RuntimeError, NotImplementedError):  # no allocator of torch's kind (MPS)
+        with contextlib.suppress(RuntimeError, NotImplementedError):  # another kind of allocator (MPS)
             torch.accelerator.empty_cache()
 
 
 @functools.cache
 def has_streams(device: torch.device) -> bool:
-    """Whether copies can run beside what the accelerator computes; false for the host."""
+    """Return True if copies can run during computations of an accelerator."""
     if device.type == "cpu":
         return False
     try:
         torch.Stream(device)
-    except (RuntimeError, NotImplementedError):  # torch's words for a device that has none: copies wait, then
+    except (RuntimeError, NotImplementedError):  # torch's errors for a device without streams
         return False
     return True
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Return the bytes that can still be allocated on ``device``; None where nothing says."""
+    """Return bytes that can still be allocated on ``device``; None if unknown."""
     if device.type != "cpu":
         found = _driver(device)
         if found is None:
@@ -145,13 +147,13 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def device_bytes(device: torch.device) -> int | None:
-    """The size of an accelerator's memory; None for the host, and where nothing says."""
+    """Return the size of an accelerator's memory; None for the host, and if unknown."""
     found = _driver(device) if device.type != "cpu" else None
     return None if found is None else found[1]
 
 
 def _driver(device: torch.device) -> tuple[int, int] | None:
-    """Free bytes and all bytes of an accelerator, as its driver tells; None where it does not."""
+    """Return free and total bytes of an accelerator; None if unknown."""
     try:
         free, most = torch.accelerator.get_memory_info(device)
     except (RuntimeError, NotImplementedError):

@@ -1,4 +1,4 @@
-"""Reordering the parts of one buffer in place, with a bounded amount of memory beside it."""
+"""Reorder segments of one buffer in place, with bounded scratch memory."""
 
 from __future__ import annotations
 
@@ -6,41 +6,40 @@ from collections.abc import Sequence
 
 import torch
 
-#: ``(from, to, elements)`` of a part of the buffer.
+#: ``(from, to, elements)`` of a segment.
 Segment = tuple[int, int, int]
-#: Bytes of scratch memory; two of this size are used.
+#: Size of a scratch buffer, in bytes; there are two.
 SCRATCH = 8 << 20
 
 
 def in_place(segments: Sequence[Segment]) -> bool:
-    """Whether every part is where it is to be."""
+    """Return True if every segment is in its final place."""
     return all(start == to for start, to, _ in segments)
 
 
 def rearrange(flat: torch.Tensor, segments: Sequence[Segment], scratch: int = SCRATCH) -> None:
-    """Move each segment of the 1-D contiguous ``flat`` to its new place; both sets must be disjoint.
+    """Move the segments of the 1-D contiguous ``flat`` to their new places.
 
-    The parts are pushed together, brought into their new order, and spread out. What lies outside is lost.
+    Old places must be disjoint, and new ones too. Elements outside the segments are lost.
     """
     segments = sorted(s for s in segments if s[2])
     mover = _Mover(flat, max(1, scratch // flat.element_size()))
-    # The parts by their final place: what they are without gaps before that.
+    # Segments in their final order, with their places before gaps are inserted.
     ordered, end = [], 0
     for start, to, numel in sorted(segments, key=lambda s: s[1]):
         ordered.append((start, end, to, numel))
         end += numel
-    # By old start, which no two segments share.
+    # Segments are identified by their old start.
     wanted = {start: place for start, place, _, _ in ordered}
-    # 1. Push together, from the front: what lies before a part is moved already, so that nothing is
-    #    overwritten that is still wanted. Each part goes with the place that it has in the new order.
+    # 1. Close the gaps, from the front, so that no segment overwrites a later one.
     end, packed = 0, []
     for start, _, numel in segments:
         mover.move(start, end, numel)
         packed.append((wanted[start], numel))
         end += numel
-    # 2. Bring the parts, which have no gaps now, into their new order.
+    # 2. Bring the adjacent segments into their new order.
     _permute(mover, packed)
-    # 3. Spread out, from the back: each goes to a place that lies behind its own, or at it, and is free.
+    # 3. Insert the gaps, from the back: each new place is free.
     for _, place, to, numel in reversed(ordered):
         mover.move(place, to, numel)
 
@@ -48,13 +47,13 @@ def rearrange(flat: torch.Tensor, segments: Sequence[Segment], scratch: int = SC
 def _permute(mover: _Mover, parts: Sequence[tuple[int, int]]) -> None:
     """Bring adjacent parts ``(target, elements)`` into the order of their targets.
 
-    At each step the part that belongs at ``at`` changes places with the gap of other parts before it: through
-    scratch memory where the gap fits there, else by exchanging equal lengths, which cuts a part in two.
+    At each step the part for ``at`` is swapped with the parts before it. These go through scratch memory if
+    they fit, otherwise equal lengths are exchanged, which may cut a part in two.
     """
-    # Before ``at`` all is in order; ``queue`` has the parts from there on, as they lie.
+    # Everything before ``at`` is in order; ``queue`` has the parts from there on.
     queue, at = _joined(parts), 0
     while queue:
-        # There is one: `at` is always where a part begins, also of those that were cut in two.
+        # A part always starts at ``at``, also after cuts.
         index = next(i for i, (target, _) in enumerate(queue) if target == at)
         gap = sum(numel for _, numel in queue[:index])
         before, numel, after = queue[:index], queue[index][1], queue[index + 1 :]
@@ -62,10 +61,9 @@ def _permute(mover: _Mover, parts: Sequence[tuple[int, int]]) -> None:
             at += numel
             queue = after
         elif numel <= gap:
-            # It changes places with the first of the gap, which come to lie where it was, after the rest.
+            # Swap it with the first parts of the gap, which then follow the rest of the gap.
             mover.swap(at, at + gap, numel)
-            # ``head`` was moved as it lay: its parts keep their targets, and are now behind the rest of the
-            # gap.
+            # The parts in ``head`` keep their targets.
             head, tail = _cut(before, numel)
             queue = _joined(tail + head + after)
             at += numel
@@ -74,7 +72,7 @@ def _permute(mover: _Mover, parts: Sequence[tuple[int, int]]) -> None:
             queue = _joined(before + after)
             at += numel
         else:
-            # Longer than the gap: its first elements take the gap's place, and it is still the next part.
+            # Longer than the gap: its first elements fill the gap, and it remains the next part.
             mover.swap(at, at + gap, gap)
             at += gap
             queue[index] = (at, numel - gap)
@@ -93,7 +91,7 @@ def _cut(parts: Sequence[tuple[int, int]], numel: int) -> tuple[list[tuple[int, 
 
 
 def _joined(parts: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Neighbours that stay neighbours are one part."""
+    """Merge neighbours that remain neighbours."""
     found: list[tuple[int, int]] = []
     for target, numel in parts:
         if found and sum(found[-1]) == target:
@@ -111,15 +109,15 @@ class _Mover:
         self._kept: torch.Tensor | None = None
 
     def move(self, start: int, to: int, numel: int) -> None:
-        """Copy ``numel`` elements to where they may overlap with themselves."""
+        """Copy ``numel`` elements; source and destination may overlap."""
         if start == to:
             return
         firsts = range(0, numel, self.room)
-        # As memmove does: towards the front from the front, towards the back from the back.
+        # As memmove: towards the front from the front, towards the back from the back.
         for first in firsts if to < start else reversed(firsts):
             count = min(self.room, numel - first)
             source = self._flat[start + first : start + first + count]
-            # A single chunk overlaps with where it goes, and `copy_` may read what it has written.
+            # `copy_` may read elements that it has written, so overlapping chunks go through scratch.
             if abs(to - start) < count:
                 source = self._through(source)
             self._flat[to + first : to + first + count].copy_(source)
@@ -137,7 +135,7 @@ class _Mover:
     def rotate(self, at: int, gap: int, numel: int) -> None:
         if self._kept is None:
             self._kept = self._flat.new_empty(self.room)
-        # ``move`` uses the other scratch buffer, so what is kept here stays.
+        # ``move`` uses the other scratch buffer.
         kept = self._kept[:gap].copy_(self._flat[at : at + gap])
         self.move(at + gap, at, numel)
         self._flat[at + numel : at + numel + gap].copy_(kept)

@@ -1,8 +1,8 @@
-"""Staging buffers: where reads land that cannot land in place, and how their bytes go on from there.
+"""Staging buffers for reads that cannot land in place.
 
-On the host a thread has one buffer. With an accelerator it has two, page-locked: one is filled from storage
-while the other is copied to the device, on a stream of the thread's own, and cast there. Tested on one H200
-and on the pretend accelerator (docs/status.md).
+On the host, a thread has one buffer. For an accelerator it has two page-locked ones: one is filled from
+storage while the other is copied to the device, on the thread's own stream, and cast there. Tested on one
+H200 and on the pretend accelerator (docs/status.md).
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from zerostart.transfer.meter import has_streams
 from zerostart.transfer.planning import Part
 from zerostart.transfer.planning.plan import is_one_run
 
-#: Streams that no thread uses now, by device.
+#: Unused streams by device.
 _idle: dict[torch.device, list[torch.Stream]] = {}
 
 
 @contextlib.contextmanager
 def own_stream(device: torch.device) -> Iterator[torch.Stream | None]:
-    """Work under a stream of ``device`` that no other thread uses; None if the device has none.
+    """Use a stream that no other thread uses; None on devices without streams.
 
-    Streams are used again, since the allocator keeps memory for each.
+    Streams are reused, since the allocator keeps memory for each.
     """
     if not has_streams(device):
         yield None
@@ -42,7 +42,7 @@ def own_stream(device: torch.device) -> Iterator[torch.Stream | None]:
         stream = torch.Stream(device)
     try:
         with stream:
-            # A thread has no context of the device before it first asks it for something; cuBLAS warns then.
+            # Create the thread's context of the device first; otherwise cuBLAS warns.
             stream.query()
             yield stream
     finally:
@@ -50,13 +50,13 @@ def own_stream(device: torch.device) -> Iterator[torch.Stream | None]:
 
 
 def bytes_view(tensor: torch.Tensor) -> memoryview:
-    """A writable view of a contiguous host tensor's bytes."""
+    """Return a writable view of a contiguous host tensor's bytes."""
     array: Any = tensor.view(torch.uint8).numpy()
     return memoryview(array)
 
 
 class HostStaging:
-    """One thread's buffer on the host, for a ``with`` in that thread; what is delivered is in its place."""
+    """Staging on the host: one buffer of one thread, used in a ``with`` block."""
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
@@ -71,29 +71,29 @@ class HostStaging:
     def __exit__(self, *error: object) -> None: ...
 
     def view(self, nbytes: int) -> memoryview:
-        """Room for the next ``nbytes``."""
+        """Return room for the next ``nbytes``."""
         return bytes_view(self._buffer)[:nbytes]
 
     def deliver(self, parts: Sequence[Part], storages: Sequence[torch.Tensor]) -> None:
-        """Copy the parts."""
+        """Copy the parts of the last read."""
         for part in parts:
             self.put(part, self._buffer, storages[part.target])
 
     def put(self, part: Part, data: torch.Tensor, storage: torch.Tensor) -> None:
-        """Copy one part."""
+        """Copy one part of ``data``."""
         raw = data[part.at : part.at + part.nbytes]
-        # The offset of ``data`` counts too: results of computations and registers come as views.
+        # ``data`` may be a view that starts later in its storage.
         if (data.storage_offset() + part.at) % part.dtype.itemsize:
-            # A tensor of a coalesced read may begin at an offset that its dtype cannot be viewed at.
+            # The offset does not fit the dtype.
             raw = raw.clone()
         copy_strided(storage, part.to, raw.view(part.dtype), part.loops)
 
 
 class DeviceStaging(HostStaging):
-    """Page-locked buffers in turn, a stream, and a buffer on the device.
+    """Staging for an accelerator: page-locked buffers in turn, a stream, and a device buffer.
 
-    Each chunk takes few calls of torch: with eight threads, handing over the interpreter's lock at each call
-    took longer than the copies.
+    Each chunk takes few calls of torch: with eight threads, passing on the interpreter's lock took longer
+    than the copies.
     """
 
     def __init__(self, nbytes: int, depth: int, device: torch.device) -> None:
@@ -103,7 +103,7 @@ class DeviceStaging(HostStaging):
         self._pinned = has_streams(device)
         self._turn = 0
         self._stream: torch.Stream | None = None
-        #: Of each buffer the event after its last copy; None before the first.
+        #: For each buffer the event after its last copy.
         self._sent: list[torch.Event | None] = [None] * depth
         self._within = contextlib.ExitStack()
 
@@ -130,31 +130,30 @@ class DeviceStaging(HostStaging):
 
     @cached_property
     def _raw(self) -> torch.Tensor:
-        # Made under the stream that uses it, as the caching allocator wants it.
+        # Created under the stream that uses it, for the caching allocator.
         return torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
 
     def view(self, nbytes: int) -> memoryview:
-        """Room for the next ``nbytes``; waits until what was in it has left for the device."""
+        """Return room for the next ``nbytes``, once its earlier contents are copied."""
         sent = self._sent[self._turn]
-        # The copy out of this buffer may still be under way; `depth` buffers let the disk and the bus work at
-        # once.
+        # The buffers let storage and bus work at the same time.
         if sent is not None:
             sent.synchronize()
         return self._host[self._turn][1][:nbytes]
 
     def deliver(self, parts: Sequence[Part], storages: Sequence[torch.Tensor]) -> None:
-        """Send the parts on their way; the next room is in another buffer."""
+        """Start copying the parts; the next read uses another buffer."""
         host, _ = self._host[self._turn]
         for part in parts:
             self._send(part, host, storages[part.target])
         if self._stream is not None:
-            # One event for the whole buffer: the stream's copies are in order.
+            # One event is enough, since the stream's copies are in order.
             self._sent[self._turn] = self._stream.record_event()
-        # Only here: ``view`` and ``deliver`` of one read use the same buffer.
+        # Here, since ``view`` and ``deliver`` of one read use the same buffer.
         self._turn = (self._turn + 1) % self._depth
 
     def put(self, part: Part, data: torch.Tensor, storage: torch.Tensor) -> None:
-        """Send one part and wait for it: the caller's memory is pageable, and is forgotten."""
+        """Copy one part and wait, since the caller reuses its pageable memory."""
         self._send(part, data, storage)
         self._wait()
 
@@ -163,40 +162,38 @@ class DeviceStaging(HostStaging):
             self._stream.synchronize()
 
     def _send(self, part: Part, data: torch.Tensor, storage: torch.Tensor) -> None:
-        # A register, a tensor that stays on the host, or one on a device whose streams are not waited for.
+        # A register, or a tensor on the host or on another device.
         if storage.device != self._device:
             super().put(part, data, storage)
             return
         source = data[part.at : part.at + part.nbytes]
-        # As it is to be: from pinned memory straight to its place, without the buffer on the device.
+        # No cast and one run: copy from page-locked memory straight into place.
         if part.dtype == storage.dtype and is_one_run(part.loops):
             place = storage[part.to : part.to + part.nbytes // part.dtype.itemsize]
             place.view(torch.uint8).copy_(source, non_blocking=self._pinned)
         elif part.nbytes <= self._nbytes:
-            # From the start of the buffer, so that any dtype can be viewed there.
+            # Start of the buffer, where any dtype can be viewed.
             raw = self._raw[: part.nbytes]
-            # To the device as stored, and cast there: fewer bytes over the bus, and no work for the host. All
-            # parts share this one buffer, since the stream runs one copy after the other.
+            # Copy as stored and cast on the device: fewer bytes, and no work for the host. The stream runs
+            # one copy after another, so all parts can share this buffer.
             raw.copy_(source, non_blocking=self._pinned)
             copy_strided(storage, part.to, raw.view(part.dtype), part.loops)
-        else:  # the result of a computation that could not be cut
+        else:  # an uncut result, larger than the buffer
             super().put(part, data, storage)
 
 
 def make_staging(nbytes: int, depth: int, device: torch.device | None) -> HostStaging:
-    """Staging in buffers of ``nbytes``: ``depth`` of them on the way to ``device``, one without a device."""
+    """Create staging buffers of ``nbytes``: ``depth`` for ``device``, otherwise one."""
     return HostStaging(nbytes) if device is None else DeviceStaging(nbytes, depth, device)
 
 
-#: Elements on one side of a block, and bytes of a block: small enough for the second-level cache, with
-#: rows long enough for the copies to and from it.
+#: Rows of a block, and its bytes: it fits the second-level cache, with long rows for copies.
 SIDE, BLOCK = 512, 256 << 10
 
 
 def copy_strided(target: torch.Tensor, to: int, source: torch.Tensor, loops: Sequence[Loop]) -> None:
-    """Copy between 1-D tensors by ``loops`` of (size, source stride, destination stride), cast as needed."""
-    # An accelerator has kernels of its own for this; on the host a plain strided copy of a transposition
-    # misses the cache at nearly every element.
+    """Copy between 1-D tensors by ``loops`` of (size, source stride, target stride); may cast."""
+    # On the host, a plain strided copy of a transposition misses the cache at nearly every element.
     turned = _transposition(loops) if source.device.type == target.device.type == "cpu" else None
     with torch.no_grad():
         if turned is None:
@@ -215,10 +212,9 @@ def _view(tensor: torch.Tensor, start: int, loops: Sequence[Loop], side: int) ->
 
 
 def _transposition(loops: Sequence[Loop]) -> tuple[Loop, Loop, list[Loop]] | None:
-    """The loop that is dense in the source, the one that is dense in the destination, and the rest.
+    """Return the loops dense in the source and in the target, and the others.
 
-    None unless both are long and differ: a copy whose inner loop is dense on both sides, or on none, has
-    nothing to gain from blocks.
+    None unless both are long and different; blocks gain nothing otherwise.
     """
     inner = next((loop for loop in loops if loop[1] == 1), None)
     outer = next((loop for loop in loops if loop[2] == 1), None)
@@ -228,12 +224,12 @@ def _transposition(loops: Sequence[Loop]) -> tuple[Loop, Loop, list[Loop]] | Non
 
 
 def _transpose(target: torch.Tensor, source: torch.Tensor) -> None:
-    """``target[:] = source.t()`` for a source with dense rows and a target with dense rows.
+    """Copy the transpose of ``source``; rows of both are dense.
 
-    torch transposes well from a dense block to a dense block, so each block is made dense on either side.
+    torch transposes fast between dense blocks, so each block is made dense first.
     """
     rows, columns = source.shape
-    # Two blocks, each within the second-level cache: the source's rows made dense, and their transpose.
+    # Two blocks in the second-level cache: dense rows of the source, and their transpose.
     width = BLOCK // (SIDE * source.itemsize)
     room = source.new_empty(2, SIDE * width)
     for i in range(0, rows, SIDE):

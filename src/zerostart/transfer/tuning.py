@@ -1,7 +1,8 @@
-"""How a load reads: threads and chunk size, by what the storage and the machine are like.
+"""Settings of a load: threads and chunk size for the storage and the machine.
 
-A thread has one read in flight. Bytes in the page cache are copied by processors: more threads only hinder
-each other. Measured on two cores: warm 11.7 GB/s at 2 threads and 5.3 at 8, cold 1.1 GB/s at 2 and 2.1 at 8.
+A thread has one read in flight. Processors copy bytes out of the page cache, so more threads only disturb
+each other. Measured on two cores: warm 11.7 GB/s with 2 threads and 5.3 with 8, cold 1.1 GB/s with 2 and 2.1
+with 8.
 """
 
 from __future__ import annotations
@@ -18,38 +19,37 @@ from zerostart.transfer.buffers import rounds_up
 from zerostart.transfer.planning import Plan, PlanOptions
 
 MiB = 1 << 20
-#: A chunk has to hold at least one element of any type, and a useful number of them.
+#: Minimum chunk, in bytes.
 MIN_CHUNK = 1 << 16
 CHUNK = 8 * MiB
-#: Most bytes of all staging and bounce buffers of a rank by default: on the host, and to an accelerator.
+#: Default limits of all buffers of a rank, in bytes: on the host, and for an accelerator.
 RING, DEVICE_RING = 48 * MiB, 128 * MiB
-#: Reads in flight on a machine: for a disk, and for a network file system.
+#: Reads in flight per machine: for a disk, and for a network file system.
 DISK_DEPTH, NETWORK_DEPTH = 16, 32
-#: Chunks that an exchange takes: a batch that is read, one that is sent, one that is received, and staging.
+#: Chunks of an exchange: one read, one sent, one received, and staging.
 EXCHANGE_CHUNKS = 4
-#: Requests to a store that a rank has in flight, at least and at most: each of a whole chunk, and of those
-#: that are shorter and need no room.
+#: Requests in flight of a rank: minimum, maximum of whole chunks, and maximum.
 LEAST_DEPTH, CHUNKS_DEPTH, MOST_DEPTH = 4, 16, 64
-#: Bytes a second of a machine's line to a store, for which it has enough requests in flight.
+#: Rate of a machine's line to a store, in bytes a second; requests should fill it.
 LINE_RATE = 12.5e9
-#: Most bytes of a rank's buffers for a store: what is in flight there is what hides its latency.
+#: Limit of a rank's buffers for a store, in bytes; requests in flight hide its latency.
 STORE_RING = 128 * MiB
-#: Largest gap that is read through in a store: a share of the run before it, or so many bytes with the run.
+#: Largest gap that a store reads through: share of the run before it, or bytes with the run.
 STORE_GAP_SHARE, STORE_GAP_FLOOR = 0.02, 64 << 10
-#: Least bytes that a machine's ranks read together for direct reads: less is kept for the next start.
+#: Minimum bytes of a machine's ranks for direct reads; smaller files stay in the page cache.
 LEAST_DIRECT = 2 << 30
-#: Most times that the ranks of a machine together may read its files round the page cache.
+#: Maximum ratio of read bytes to file bytes for direct reads of a machine.
 MOST_OVER = 1.5
-#: Share of the bytes in memory from which on a checkpoint counts as warm.
+#: Share of a checkpoint in the page cache from which it counts as warm.
 WARM = 0.9
 
 
-#: Processors from which on a push takes a second thread: trainer ranks and workers share them.
+#: Number of processors from which a push uses a second thread.
 BUSY = 8
 
 
 def push_threads() -> int:
-    """Threads of a process that moves weights to or from others on its machine, and sums them up."""
+    """Return the threads of a process that exchanges weights with others on its machine."""
     return 2 if cores() >= BUSY else 1
 
 
@@ -57,51 +57,51 @@ def push_threads() -> int:
 class Rates:
     """Assumed speeds, in bytes a second."""
 
-    #: Of one machine's link to storage, or of its disk.
+    #: One machine's link to storage, or its disk.
     link: float = 2e9
-    #: Of one machine's copies out of its page cache.
+    #: One machine's copies out of its page cache.
     copy: float = 8e9
-    #: Of one rank's messages.
+    #: One rank's messages.
     interconnect: float = 1e9
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """How this rank reads."""
+    """Read settings of this rank."""
 
     #: Threads, each with one read in flight.
     threads: int
-    #: Most bytes of one read, and of one staging buffer.
+    #: Maximum size of a read, and of a staging buffer, in bytes.
     chunk_size: int
-    #: Staging buffers of each thread.
+    #: Staging buffers per thread.
     depth: int = 1
-    #: Whether bytes come from storage, so that the kernel is told what will be read.
+    #: True if bytes come from storage, not from the page cache.
     cold: bool = False
-    #: Whether reads of a large load go round the page cache.
+    #: True if reads of a large load bypass the page cache.
     direct: bool = False
     file_system: str = ""
-    #: Share of the checkpoint in the page cache; None if nobody knows.
+    #: Share of the checkpoint in the page cache; None if unknown.
     resident: float | None = 1.0
-    #: Whether bytes come from a storage that all clients share.
+    #: True if all clients share the storage.
     remote: bool = False
-    #: Most bytes of all buffers together.
+    #: Limit of all buffers, in bytes.
     limit: int = RING
-    #: How many ranks read on this machine.
+    #: Number of ranks that read on this machine.
     ranks: int = 1
-    #: Bytes that the storage's own reader takes for each thread.
+    #: Bytes that the storage's reader takes per thread.
     buffer: int = 0
-    #: What a request to the storage takes; None where reads are no requests.
+    #: Cost of a request to a store; None for files.
     cost: RequestCost | None = None
-    #: Bytes of a request on average, where that is known.
+    #: Mean size of a request, in bytes; 0 if unknown.
     request_bytes: int = 0
 
     @property
     def ring_bytes(self) -> int:
-        """Most host memory that reading takes beside the destinations, with own slices."""
+        """Maximum host memory of buffers when reading own slices, in bytes."""
         return self.threads * self.depth * self.chunk_size + self._reader_bytes
 
     def options(self, chunk_size: int | None = None) -> PlanOptions:
-        """How reads are cut and merged, in chunks of another size where ranks read for each other."""
+        """Return how reads are cut and merged; exchanges use another chunk size."""
         chunk = self.chunk_size if chunk_size is None else chunk_size
         if self.cost is None:
             return PlanOptions(chunk)
@@ -109,7 +109,7 @@ class Tuning:
 
     @property
     def exchange_chunk(self) -> int:
-        """Most bytes of a request where ranks read for each other; 0 if the limit leaves no room for that."""
+        """Maximum size of a request in an exchange, in bytes; 0 disables exchanges."""
         room = max(0, self.limit - self._reader_bytes)
         return min(self.chunk_size, room // EXCHANGE_CHUNKS) // MIN_CHUNK * MIN_CHUNK
 
@@ -119,17 +119,17 @@ class Tuning:
 
     @property
     def rates(self) -> Rates:
-        """What the storage is taken to give, for the seconds of a forecast."""
+        """Assumed rates of the storage, for a forecast."""
         if not self.cold:
             return Rates(link=math.inf)
         if self.cost is None:
             return Rates()
-        # Each request's share of its time is latency.
+        # Latency takes a part of each request's time.
         stream = self.chunk_size / (self.cost.latency + self.chunk_size / self.cost.rate)
         return Rates(link=stream * self.threads * self.ranks)
 
     def suited(self, plan: Plan) -> Tuning:
-        """Return the setting with as many threads as fill the line to a store with the plan's requests."""
+        """Return the setting with enough threads to fill the line to a store."""
         reads = [read for read in plan.reads if read.nbytes]
         if self.cost is None or not reads or plan.computations:
             return self
@@ -143,16 +143,16 @@ class Tuning:
         return replace(self, threads=max(self.threads, min(wanted, room)), request_bytes=int(mean))
 
     def reader(self, plan: Plan) -> Reader:
-        """What the plan's reads are made with."""
+        """Return the reader for the plan's reads."""
         suits = LEAST_DIRECT <= plan.read_bytes * self.ranks <= MOST_OVER * plan.storage.nbytes
         return plan.storage.reader(cold=self.cold, direct=self.direct and suits)
 
     def describe(self, reader: Reader | None = None) -> str:
-        """What was set, and what a reader found that was used, in one line for a person."""
+        """Describe the settings, and the reader's findings, in one line."""
         chunk = decimal(self.chunk_size)
         words = [f"{self.threads} threads x {chunk}" + (f" x {self.depth}" if self.depth > 1 else "")]
         if self.cost is not None:
-            # Threads with a request each, which may be much shorter than a chunk.
+            # Each thread has one request, often shorter than a chunk.
             mean = self.request_bytes
             each = f"{decimal(mean)} on average" if mean else f"up to {chunk}"
             words = [f"up to {self.threads} requests of {each} in flight"]
@@ -182,13 +182,13 @@ def tune(
     found = storage.residency()
     cold = (found.resident or 0.0) < WARM
     if not cold:
-        # 1. Warm: reads are copies by processors, of which this rank has its share.
+        # 1. Warm: reads are copies by the processors that this rank shares.
         threads = max(2, min(8, share))
     else:
-        # 2. Cold: the queue of the disk or the network file system is shared by the ranks of the machine.
+        # 2. Cold: the machine's ranks share the queue of the disk or the network file system.
         threads = max(4, min(8, (NETWORK_DEPTH if found.remote else DISK_DEPTH) // ranks))
     if found.depth:
-        # 3. A store: as many requests as hide its latency, whatever the processors.
+        # 3. A store: as many requests as hide its latency.
         threads = max(LEAST_DEPTH, min(CHUNKS_DEPTH, found.depth // ranks))
     tuning = Tuning(
         threads=threads,
@@ -204,35 +204,33 @@ def tune(
         cost=storage.cost,
     )
     tuning = _within(tuning, computes, memory_limit, chunk_size, DEVICE_RING if staged_on_device else RING)
-    if staged_on_device and rounds_up():  # so that nothing is added to a chunk
+    if staged_on_device and rounds_up():  # rounding then adds nothing to a chunk
         tuning = replace(tuning, chunk_size=1 << (tuning.chunk_size.bit_length() - 1))
     return tuning
 
 
 def _within(tuning: Tuning, computes: bool, limit: int | None, chunk_size: int | None, ring: int) -> Tuning:
-    # Without a limit an eighth of the free memory, shared by the machine's ranks, and never more than the
-    # ring.
+    # Without a limit: an eighth of free memory, divided by the machine's ranks, up to the ring.
     ring = ring if tuning.cost is None else STORE_RING
     share = available_memory() // 8 // tuning.ranks
     most = limit if limit is not None else min(ring, max(4 * MiB, share))
     threads, direct, chunk = tuning.threads, tuning.direct, tuning.chunk_size
     depth = tuning.depth if most >= (tuning.depth + computes) * MIN_CHUNK else 1
-    chunks = depth + computes  # of each thread
-    # Direct reads need an aligned buffer more for each thread; where that leaves too little for chunks, they
-    # are given up first.
+    chunks = depth + computes  # per thread
+    # Direct reads need another aligned buffer per thread, and are given up first.
     if direct and most < threads * (BOUNCE_BYTES + chunks * MIN_CHUNK):
         direct = False
-    # A reader that has buffers of its own has them for each thread: half of the room at most is for them.
+    # The reader's own buffers take at most half of the room.
     if tuning.buffer:
         threads = max(1, min(threads, most // (2 * tuning.buffer)))
     room = max(chunks * MIN_CHUNK, most - threads * (BOUNCE_BYTES * direct + tuning.buffer))
     if chunk_size is None:
         each = room // (threads * chunks)
-        # Whole MiB where there are any; below one rather fewer threads.
+        # Whole MiB if possible; below one MiB, fewer threads.
         each = each // MiB * MiB if each >= MiB else min(MiB, room // chunks)
         chunk = min(chunk, max(MIN_CHUNK, each))
     elif limit is not None:
-        # A chunk that the caller asked for is cut down only for a limit that the caller set as well.
+        # Only a limit of the caller reduces a chunk that the caller chose.
         chunk = max(MIN_CHUNK, min(chunk, room // chunks))
     if chunk_size is None or limit is not None:
         threads = max(1, min(threads, room // (chunks * chunk)))

@@ -1,4 +1,4 @@
-"""Run a plan of writes: threads that take writes in order, put them together in memory, and write them."""
+"""Run a plan of writes: threads collect elements in memory and write them."""
 
 from __future__ import annotations
 
@@ -17,44 +17,47 @@ from zerostart.transfer.planning.plan import is_one_run
 from zerostart.transfer.planning.writes import Write, WritePlan
 from zerostart.transfer.staging import bytes_view, copy_strided, own_stream
 
-#: Bytes of a staging buffer beside a chunk, so that it can lie in its pages as the chunk does in the file's.
+#: Room next to a chunk in a staging buffer, so that both can start anywhere in a page.
 SLACK = 2 * PAGE
-#: Told of all that is written: the tensor, the first element there, the distance from row to row, and rows of
-#: elements in the file's dtype, [rows, elements], which it must not keep: on the accelerator, if they come
-#: from there. Called from several threads, under the stream that fills them.
+#: Receives each written block: tensor name, first element, distance of rows, and rows [rows, elements]
+#: in the file's dtype. It runs in several threads under the stream that fills the rows, and must not keep
+#: them. They are on the accelerator if they come from there.
 Noted = Callable[[str, int, int, torch.Tensor], None]
-#: Given the first element and elements of a storage from there on, gives what is written in their place.
+#: Returns the elements to write, from the first element's number and the stored elements.
 Change = Callable[[int, torch.Tensor], torch.Tensor]
 
 
 class Writer(Protocol):
-    """Where a plan's writes go: files (``CheckpointWriter``), or others' memory. Several threads share it."""
+    """Target of a plan's writes: files (``CheckpointWriter``), or memory of other processes.
+
+    Several threads share it.
+    """
 
     def lead(self, name: str, offset: int) -> int:
-        """Where in a page of memory byte ``offset`` of tensor ``name`` best lies."""
+        """Return the best offset in a page of memory for a byte of a tensor."""
         ...
 
     def goes_round(self, nbytes: int) -> bool:
-        """Whether it wants a write of so many bytes in memory that lies as ``lead`` says."""
+        """Return True for writes that bypass the page cache, aligned by ``lead``."""
         ...
 
     def write_rows(self, name: str, data: memoryview, offset: int, length: int, step: int, rows: int) -> None:
-        """Take ``rows`` of ``length`` bytes, ``step`` bytes apart in ``data`` and in tensor ``name``.
+        """Write ``rows`` of ``length`` bytes, ``step`` bytes apart in ``data`` and in the tensor.
 
-        The first goes to byte ``offset`` of it. ``data`` must not be kept.
+        The first goes to byte ``offset`` of tensor ``name``. ``data`` must not be kept.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Source:
-    """A 1-D storage, and what changes its elements on their way out."""
+    """A 1-D storage, and an optional change of its elements on their way out."""
 
     storage: torch.Tensor
     change: Change | None = None
 
     def elements(self, first: int, count: int) -> torch.Tensor:
-        """``count`` elements from ``first`` on, as they are to be written."""
+        """Return ``count`` elements from ``first`` on, changed."""
         held = self.storage[first : first + count]
         return held if self.change is None else self.change(first, held)
 
@@ -66,19 +69,19 @@ def write_out(
     threads: int = 2,
     noted: Noted | None = None,
 ) -> int:
-    """Write what ``storages`` (one for each of the plan's origins) hold; returns the bytes written.
+    """Write the contents of ``storages``, one per origin; return the bytes.
 
     Without a ``writer`` only ``noted`` is called. A thread takes a buffer of ``chunk_size`` and ``SLACK``,
-    and one of ``chunk_size`` on an accelerator. The first error of any thread stops the others and is raised
+    and one of ``chunk_size`` on an accelerator. The first error of a thread stops the others and is raised
     here.
     """
     devices = dict.fromkeys(s.storage.device for s in storages if s.storage.device.type != "cpu")
     for each in devices:
-        # What was computed last may still be under way, on a stream that the threads know nothing of.
+        # The threads' streams do not wait for computations on other streams.
         torch.accelerator.synchronize(each)
     device = next(iter(devices), None)
     writing = _Writing(plan, storages, writer, noted, device)
-    # Operators on one thread each: those that write are as many as there is work for.
+    # There are enough writing threads to use all processors.
     with one_thread():
         crew = Crew(plan.writes, writing.work, device, "zerostart-writer")
         crew.run(min(threads, max(1, len(plan.writes))))
@@ -96,21 +99,20 @@ class _Writing:
     device: torch.device | None
 
     def work(self, writes: Iterator[Write]) -> None:
-        """Make writes, one after the other."""
         with torch.no_grad(), own_stream(self.device or torch.device("cpu")) as stream:
             room = _Room(self.plan.chunk_size, self.device, stream)
             try:
                 for write in writes:
                     self._write(write, room)
             finally:
-                # Copies may be under way, and what was noted last may still read what is given up here.
+                # Copies and callbacks may still use the buffers.
                 room.wait()
 
     def _write(self, write: Write, room: _Room) -> None:
         stores = {self.storages[part.target].storage.device for part in write.parts}
         there = self.device is not None and stores == {self.device}
         if there:
-            # Put together, cast and summed up by the accelerator: fewer bytes to send, and less for the host.
+            # The accelerator collects, casts and sums: fewer bytes to copy, and less work for the host.
             data = self._data_there(write, room)
             self._note(write, data)
             if self.writer is None:
@@ -148,8 +150,7 @@ class _Writing:
 
     def _gather(self, write: Write, data: torch.Tensor) -> None:
         for part in write.parts:
-            # A write is a read run backwards: the storage is the source here, the file's window the
-            # destination.
+            # A write is a reversed read: the storage is the source, the window in the file the target.
             loops = [(size, local, far) for size, far, local in part.loops]
             at = part.at // part.dtype.itemsize
             count = 1 + sum((size - 1) * local for size, local, _ in loops)
@@ -162,8 +163,7 @@ class _Writing:
         if write.direct:
             (part,) = write.parts
             data = self.storages[part.target].elements(part.to, write.count)
-            # Written, or summed, from where it lies. What goes round the page cache has to lie in its page of
-            # memory as in its page of the file, which only ``room`` sees to.
+            # Written from its place, unless the page cache is bypassed, which needs aligned memory.
             if self.writer is None or not self.writer.goes_round(data.nbytes):
                 return data
             return room.elements(write.span, write.dtype, lead).copy_(data)
@@ -173,7 +173,7 @@ class _Writing:
 
 
 class _Room:
-    """One thread's staging under its ``stream``: a buffer on the host and one on the accelerator."""
+    """Staging of one thread: a buffer on the host and one on the accelerator."""
 
     def __init__(self, nbytes: int, device: torch.device | None, stream: torch.Stream | None) -> None:
         self._nbytes = nbytes
@@ -192,16 +192,16 @@ class _Room:
         return torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
 
     def elements(self, count: int, dtype: torch.dtype, lead: int) -> torch.Tensor:
-        """Room for ``count`` elements of ``dtype``, ``lead`` bytes after the beginning of a page."""
+        """Return room for ``count`` elements, ``lead`` bytes after the start of a page."""
         begin = lead - lead % dtype.itemsize
         return self._buffer[begin : begin + count * dtype.itemsize].view(dtype)
 
     def elements_there(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Room for as many on the accelerator."""
+        """Return room for ``count`` elements on the accelerator."""
         return self._there[: count * dtype.itemsize].view(dtype)
 
     def fetched(self, data: torch.Tensor, lead: int) -> torch.Tensor:
-        """``data`` of the accelerator, here; waited for."""
+        """Copy ``data`` from the accelerator and wait for it."""
         here = self.elements(data.numel(), data.dtype, lead)
         here.copy_(data, non_blocking=self._stream is not None)
         self.wait()

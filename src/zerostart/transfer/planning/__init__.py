@@ -1,4 +1,4 @@
-"""The plan: catalog x recipe x layout, as the reads that one rank makes and where their bytes go."""
+"""Plans: the reads of one rank and their destinations, from catalog, recipe and layout."""
 
 from zerostart.transfer.planning.census import Count, Share, count_reads
 from zerostart.transfer.planning.join import join

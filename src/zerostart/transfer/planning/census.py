@@ -1,7 +1,7 @@
-"""Count the reads of every rank at once, for worlds too large to plan rank by rank.
+"""Count the reads of every rank at once, for large worlds.
 
-Layers repeat: each kind of parameter is cut into segments once for every rank, as ``join`` does it. The
-parameters of that kind are then arithmetic on arrays.
+Layers repeat: parameters of one kind are cut into segments once for each rank, as in ``join``. All others of
+that kind are then arithmetic on arrays.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from zerostart.transfer.planning.plan import (
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A recipe, and the layouts of its parameter on the ranks that hold some of it, with the ranks.
+    """A recipe, and the layouts of its parameter by rank.
 
-    Shares with the very same ``layouts`` (one object) are cut alike. ``direct`` tells host memory, where
-    reads of the stored dtype land in place.
+    Shares with one and the same ``layouts`` object are cut alike. ``direct`` means host memory, where reads
+    of the stored dtype land in place.
     """
 
     recipe: Recipe
@@ -42,9 +42,9 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """One rank's reads: their bytes and number, and whether any goes through a staging buffer.
+    """Bytes and number of one rank's reads, and whether any is staged.
 
-    ``scratch`` is the most memory that computations take at a time.
+    ``scratch`` is the maximum memory of computations at a time, in bytes.
     """
 
     nbytes: int
@@ -56,7 +56,7 @@ class Count:
 def count_reads(
     catalog: Catalog, shares: Iterable[Share], ranks: Sequence[int], options: PlanOptions, threads: int
 ) -> list[Count]:
-    """The reads that the plan of each of ``ranks`` has, whose computations run on ``threads``."""
+    """Count the reads in the plan of each rank; computations use ``threads`` threads."""
     census = _Census(catalog, ranks, options)
     for share in shares:
         census.add(share)
@@ -65,41 +65,41 @@ def count_reads(
 
 @dataclass(frozen=True)
 class _Kind:
-    """Segments of the parameters of one kind, from where the tensors begin that they come from."""
+    """Segments of parameters of one kind, relative to their source tensors."""
 
-    #: Columns: rank (by its number among those counted), source, offset, bytes, direct and rows.
+    #: Columns: rank (its number among the counted ones), source, offset, bytes, direct and rows.
     table: Numbers
-    #: For each parameter where each of its sources begins, files being one after the other.
+    #: Starts of each parameter's sources, with all files in one row.
     sources: list[list[int]] = field(default_factory=list)
 
     def placed(self, line: int) -> Numbers:
-        """Rows ``place, bytes, direct, rows`` of all parameters; ranks have ``line`` each."""
+        """Return rows ``place, bytes, direct, rows`` of all parameters; each rank has ``line`` bytes."""
         rank, source, offset, *rest = self.table
         place = np.array(self.sources, np.int64)[:, source] + (rank * line + offset)
         return np.stack([place.ravel(), *(np.tile(column, len(self.sources)) for column in rest)])
 
 
 class _Census:
-    """Gathers shares by kind, and what has to be computed, which is planned one by one."""
+    """Counts shares by kind, and computed tensors one by one."""
 
     def __init__(self, catalog: Catalog, ranks: Sequence[int], options: PlanOptions) -> None:
         self._tensors = catalog.tensors
         self._options = options
         self._number = {rank: number for number, rank in enumerate(ranks)}
         self._kinds: dict[Hashable, _Kind] = {}
-        #: By rank: what each of its computations reads, and the memory that it takes while it runs.
+        #: For each rank, the reads and memory of its computations.
         self._computed: list[list[Count]] = [[] for _ in ranks]
-        # More than a chunk between files, so that nothing is merged across their ends.
+        # More than a chunk between files, so that no read crosses their ends.
         ends = np.cumsum(np.array([0, *catalog.sizes], np.int64) + options.chunk_size + 1).tolist()
         self._files, self._line = ends[:-1], ends[-1]
 
     def add(self, share: Share) -> None:
-        """Count what ``share`` has every rank read."""
+        """Count the reads of ``share`` on every rank."""
         names = [str(s) for p in share.recipe.pieces for s in p.source if not isinstance(s, Computed)]
         number = {name: n for n, name in enumerate(dict.fromkeys(names))}
         entries = [self._tensors[name] for name in number]
-        # Parameters are of one kind if their pieces lie alike, whatever tensors they come from: these are
-        # told by number, not by name. A computed one is of a kind of its own: its steps are not compared.
+        # Parameters are of one kind if their pieces agree except for the names of their sources. Each
+        # computed parameter is a kind, since its steps are not compared.
         key: Hashable = share.recipe
         if not share.recipe.computed:
             key = (
@@ -108,8 +108,8 @@ class _Census:
                 tuple(entry.dtype for entry in entries),
                 share.recipe.target.dtype,
             )
-        # The identity of the layouts: comparing those of thousands of ranks would take longer than counting
-        # them. The caller keeps them alive for as long as the census.
+        # The identity, since comparing the layouts of thousands of ranks would take longer than counting. The
+        # caller keeps them alive.
         key = (key, id(share.layouts), share.direct)
         if key not in self._kinds:
             self._kinds[key] = _Kind(self._table(share, number))
@@ -119,7 +119,7 @@ class _Census:
         target = share.recipe.target
         rows: list[tuple[int, ...]] = []
         for rank, layout in share.layouts:
-            # Segments ask of a destination only its dtype and whether it is direct.
+            # Segments only need its dtype, and whether it is direct.
             to = Destination(target.name, layout.numel, layout.owned, target.dtype, share.direct)
             to_compute: list[Copy] = []
             for copy in pull_back(share.recipe, layout):
@@ -143,16 +143,14 @@ class _Census:
         world = len(self._number)
         tables = [np.empty((4, 0), np.int64), *(kind.placed(self._line) for kind in self._kinds.values())]
         table = np.concatenate(tables, axis=1)
-        # Each rank has a ``line`` of its own, longer than all files together: one sort of all rows leaves
-        # those of a rank together, and no read reaches from one rank's to the next one's.
-        # By place to the last digit, as ``merged_reads`` has them.
+        # Each rank has its own ``line``, longer than all files, so no read crosses ranks. Sort as
+        # ``merged_reads`` does.
         table = table[:, np.lexsort((table[2], table[1], table[0]))]
         place, nbytes, direct, rows = table
         found = read_starts(_rows(place // self._line, place, nbytes, direct != 0, rows), self._options)
         starts = np.fromiter(found, np.int64)
         sizes = np.maximum.reduceat(place + nbytes, starts) - place[starts] if len(starts) else starts
-        # The rows of one rank follow each other.
-        # Reads and bytes of a rank are differences of the running totals at its bounds.
+        # Rows of one rank are adjacent: its sums are differences of running totals.
         bounds = np.searchsorted(place[starts], np.arange(world + 1) * self._line)
         total = np.concatenate([[0], np.cumsum(sizes)])[bounds]
         staged = np.bincount(place[direct == 0] // self._line, minlength=world) > 0
@@ -161,7 +159,7 @@ class _Census:
                 of_rank + sum(one.nbytes for one in computed),
                 number + sum(one.reads for one in computed),
                 through_buffer or any(one.staged for one in computed),
-                # At worst the largest computations run at once, one on each thread.
+                # In the worst case the largest computations run at once, one per thread.
                 sum(sorted((one.scratch for one in computed), reverse=True)[:threads]),
             )
             for of_rank, number, through_buffer, computed in zip(
@@ -175,6 +173,6 @@ class _Census:
 
 
 def _rows(*columns: npt.NDArray[Any]) -> Iterator[tuple[Any, ...]]:
-    # As Python's own numbers, for the speed of the loop, but not all at once: they take ten times the room.
+    # Python's numbers make the loop fast, but take ten times the memory, so convert some at a time.
     for start in range(0, len(columns[0]), 1 << 16):
         yield from zip(*(column[start : start + (1 << 16)].tolist() for column in columns), strict=True)

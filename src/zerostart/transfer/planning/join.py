@@ -1,4 +1,4 @@
-"""The join itself: pull each local box back through its recipe, and turn what comes out into reads."""
+"""Pull each local box back through its recipe, and turn the copies into reads."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def join(
     options: PlanOptions | None = None,
     groups: Sequence[tuple[int, ...]] | None = None,
 ) -> Plan:
-    """The plan that fills each destination with its layout's share of its recipe.
+    """Plan the reads that fill each destination with its layout's share of its recipe.
 
-    ``groups`` has for each destination the ranks that want the same of it. Raises CoverageError for a share
+    ``groups`` has the ranks that need the same slice, for each destination. Raises CoverageError for a share
     that its recipe does not fill.
     """
     options = options or PlanOptions()
     destinations: list[Destination] = []
-    # By the ranks that share them; what is calculated each rank reads by itself.
+    # Segments by the ranks that share their reads.
     found: defaultdict[tuple[int, ...], list[Segment]] = defaultdict(list)
     computed: list[Computation] = []
     for recipe, layout, destination in wanted:
@@ -89,8 +89,8 @@ def _check_filled(recipe: Recipe, layout: Layout, copies: Iterable[Copy]) -> Non
 
 
 def pull_back(recipe: Recipe, layout: Layout) -> list[Copy]:
-    """The copies that fill ``layout``'s share of the target of ``recipe``, from any source."""
-    # A run of the row-major order is several boxes: where their bytes follow each other, they are one again.
+    """Return the copies that fill the layout's share of a recipe's target."""
+    # A run of the row-major order is several boxes; join them if their bytes are adjacent.
     return merge_runs(
         copy
         for placed in layout.boxes
@@ -105,9 +105,9 @@ Tensors = Mapping[str, TensorEntry]
 def computations(
     tensors: Tensors, copies: Iterable[Copy], target: int, options: PlanOptions
 ) -> Iterator[Computation]:
-    """Plan what gives destination ``target`` the elements that ``copies`` take from computed tensors.
+    """Plan computations for the ``copies`` from computed tensors to destination ``target``.
 
-    One that can be evaluated in boxes is cut to the size of a chunk, others are evaluated whole.
+    Exact ones are cut into boxes of at most a chunk; others are evaluated whole.
     """
     operands = Operands()
     by_source: dict[Computed, list[Copy]] = {}
@@ -155,7 +155,7 @@ class _Builder:
         operands = []
         for operand, aligned in zip(source.operands, source.aligned, strict=True):
             if aligned:
-                # Boxes are of the split shape, so the operand's dimensions are split alike first.
+                # Boxes are in the split shape, so split the operand in the same way.
                 operand = self._operands.split(operand, factors)
                 region = _aligned(operand.shape, box)
                 operands.append(self._register(operand, region, region.extent))
@@ -169,12 +169,12 @@ class _Builder:
         self._steps.append(Step(source, factors, box, tuple(operands), parts))
 
     def _whole(self, operand: Value) -> OperandView:
-        """All of the operand, in the strides that it has in eager torch."""
+        """Plan all elements of the operand, in the strides of eager torch."""
         box = Box((0,) * len(operand.shape), operand.shape)
-        # Row-major, as registers are.
+        # Registers are row-major.
         if operand.strides is None or not operand.numel():
             return self._register(operand, box, operand.shape)
-        # What is expanded is in memory once.
+        # Expanded dimensions are in memory once.
         there = tuple(
             size if stride else 1 for size, stride in zip(operand.shape, operand.strides, strict=True)
         )
@@ -187,7 +187,7 @@ class _Builder:
         shape: tuple[int, ...],
         strides: tuple[int, ...] | None = None,
     ) -> OperandView:
-        # Equal operands are one object, by whose identity registers are known.
+        # Registers are known by the identity of their operand.
         operand = self._operands.one(operand)
         known = self._known.get((id(operand), region))
         if known is not None:
@@ -196,7 +196,7 @@ class _Builder:
         size = region.numel
         if strides is not None:
             size = 1 + sum((n - 1) * stride for n, stride in zip(region.extent, strides, strict=True))
-        # Products of short types read on into a gap, and multiply what is there by zero: it must not be NaN.
+        # Products of short types read on into a gap and multiply it by zero, so it must not be NaN.
         owned = size if size == region.numel else 0
         storage = Destination(f"register {number}", size, owned, operand.dtype, direct=True)
         self._registers.append(storage)
@@ -206,12 +206,11 @@ class _Builder:
                 computed.setdefault(copy.source, []).append(copy)
             else:
                 self._segments += segments(self._tensors, copy, number, storage, self._options)
-        # Operands that are computed themselves: their steps are listed before the step that uses this
-        # register.
+        # Steps of computed operands come before the step that uses this register.
         for source, copies in computed.items():
             for taken in _regions(source, copies):
                 self._step(source, taken, number)
-        # Only now: its steps are listed, so that whoever meets it later comes after them.
+        # Only now, so that later users come after its steps.
         self._known[(id(operand), region)] = number
         return number, shape, strides
 
@@ -229,30 +228,30 @@ Factors = tuple[tuple[int, ...], ...]
 
 
 class Operands:
-    """Operands by identity, each sorted, and split, once; equal ones are one."""
+    """Cache of operands; each is sorted and split once."""
 
     def __init__(self) -> None:
-        # Operands are keys by what they hold, which takes as long to hash as they have pieces.
+        # Hashing an operand takes time proportional to its pieces.
         self._equal: dict[Value, Value] = {}
         self._known: dict[int, tuple[Value, Value]] = {}
         self._split: dict[tuple[int, Factors], Value] = {}
         self._sorted: dict[int, _Sorted] = {}
 
     def one(self, operand: Value) -> Value:
-        """The operand itself, or the equal one that was there before; it stays as long as this does."""
+        """Return the first operand that equals this one."""
         if id(operand) not in self._known:
             self._known[id(operand)] = (operand, self._equal.setdefault(operand, operand))
         return self._known[id(operand)][1]
 
     def split(self, operand: Value, factors: Sequence[Sequence[int]]) -> Value:
-        """The operand with its dimensions split like those of a result, see ``Value.split``."""
+        """Split the operand like a result; see ``Value.split``."""
         key = (id(self.one(operand)), tuple(tuple(parts) for parts in factors))
         if key not in self._split:
             self._split[key] = self.one(operand.split(factors))
         return self._split[key]
 
     def copies(self, operand: Value, box: Box, strides: Sequence[int] | None) -> list[Copy]:
-        """The copies that lay ``box`` down row-major, or with ``strides``."""
+        """Return the copies of ``box`` into row-major order, or into ``strides``."""
         operand = self.one(operand)
         if id(operand) not in self._sorted:
             self._sorted[id(operand)] = _Sorted(operand.pieces)
@@ -273,11 +272,11 @@ class _Sorted:
         dim = self._dim
         self._pieces.sort(key=lambda piece: piece.origin[dim])
         self._first = [piece.origin[dim] for piece in self._pieces]
-        # Where the furthest of all pieces up to one ends: it ascends too.
+        # Furthest end of all pieces up to each one, ascending.
         self._last = list(accumulate((p.origin[dim] + p.extent[dim] for p in self._pieces), max))
 
     def meeting(self, box: Box) -> Sequence[Piece]:
-        """The pieces that may have elements in common with ``box``."""
+        """Return the pieces that may overlap ``box``."""
         if self._dim is None:
             return self._pieces
         low = box.origin[self._dim]

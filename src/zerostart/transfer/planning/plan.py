@@ -1,4 +1,4 @@
-"""A plan as plain data: it can be printed, summed, compared and run."""
+"""Plans as plain data, which can be printed, summed, compared and run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zerostart.checkpoint.storage import Storage
 from zerostart.geometry import Box, Copy, Loop
 from zerostart.recipe import Computed, torch_dtype
 
-#: Register of an operand, its shape, and its strides there in elements (None for row-major).
+#: Register of an operand, its shape, and its strides in elements (None for row-major).
 OperandView = tuple[int, tuple[int, ...], tuple[int, ...] | None]
 
 
@@ -24,12 +24,12 @@ class Destination:
     """Local storage that the plan fills."""
 
     name: str
-    #: Its elements, padding included.
+    #: Number of elements, padding included.
     numel: int
-    #: How many of them, from the first on, are real.
+    #: Number of real elements, from the first on.
     owned: int
     dtype: torch.dtype
-    #: Whether a read may land in it: host memory, and not memory behind a staging buffer.
+    #: True for host memory, where reads can land without a staging buffer.
     direct: bool
 
     @property
@@ -40,24 +40,24 @@ class Destination:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What becomes of some of the bytes of a read."""
+    """Destination of some elements of a read."""
 
     #: Bytes from the start of the read to the first element.
     at: int
-    #: Of the elements as they are stored.
+    #: Dtype of the stored elements.
     dtype: torch.dtype
     #: Number of the destination.
     target: int
-    #: Its element that the first one goes to.
+    #: Position of the first element in the destination.
     to: int
-    #: (size, source stride, destination stride), in elements.
+    #: Loops of (size, source stride, destination stride), in elements.
     loops: tuple[tuple[int, int, int], ...]
-    #: Whether it is one unbroken run on both sides with no cast, and can be read into place.
+    #: True if it is one run without a cast, which can be read into place.
     direct: bool
 
     @property
     def nbytes(self) -> int:
-        """Bytes from the first to the last source element of the part, both included."""
+        """Bytes from the first to the last source element, both included."""
         return (1 + sum((size - 1) * stride for size, stride, _ in self.loops)) * self.dtype.itemsize
 
 
@@ -67,61 +67,60 @@ class Read:
 
     #: Number of the file.
     file: int
-    #: Of its first byte in the file.
+    #: Offset in the file, in bytes.
     offset: int
-    #: Bytes that are taken: with rows those of the runs alone, one after the other.
+    #: Bytes read; with rows, without the gaps.
     nbytes: int
-    #: Where they go; with rows there is one part.
+    #: Destinations; exactly one if there are rows.
     parts: tuple[Part, ...]
-    #: Scatters into the final places of its parts, which then tile the read without gaps; else it goes
-    #: through a staging buffer.
+    #: True if it scatters into its parts, which tile it; otherwise it is staged.
     direct: bool
-    #: Runs of equal length; what lies between them is left out.
+    #: Number of runs of equal length; gaps between them are not read.
     rows: int = 1
-    #: Bytes from the start of one row to that of the next; 0 for one row.
+    #: Bytes between the starts of two rows; 0 for one row.
     stride: int = 0
 
     @property
     def end(self) -> int:
-        """One past the last byte that is read, in bytes from the begin of the file."""
+        """Offset after the last byte."""
         return self.offset + (self.rows - 1) * self.stride + self.nbytes // self.rows
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Evaluate a box of a computed tensor, and deliver parts of the result, which is row-major."""
+    """Evaluation of a box of a computed tensor, delivered row-major in parts."""
 
     source: Computed
-    #: By which the shape of ``source`` is split.
+    #: Factors that split the shape of ``source``.
     factors: tuple[tuple[int, ...], ...]
-    #: Of the split shape.
+    #: Box of the split shape.
     box: Box
-    #: (register, shape, strides) of the regions that they hold.
+    #: Register, shape and strides of each operand.
     operands: tuple[OperandView, ...]
     parts: tuple[Part, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Computation:
-    """What one box of a computed tensor is made from, step by step."""
+    """Steps that compute one box of a tensor."""
 
-    #: Rows of elements in memory of its own.
+    #: Memory for operands and results in between.
     registers: tuple[Destination, ...]
-    #: They fill registers.
+    #: Reads that fill registers.
     reads: tuple[Read, ...]
-    #: All but the last fill registers, too; that one delivers to a destination of the plan.
+    #: The last step fills a destination of the plan, all others fill registers.
     steps: tuple[Step, ...]
 
     @property
     def nbytes(self) -> int:
-        """Memory that it takes while it runs: the registers, and the largest result of a step."""
+        """Memory of the registers and the largest result, in bytes."""
         largest = max(step.box.numel * step.source.dtype.itemsize for step in self.steps)
         return largest + sum(register.nbytes for register in self.registers)
 
 
 @dataclass(frozen=True, slots=True)
 class SharedReads:
-    """Reads that all ``ranks`` want, each of which makes a share of them for the others."""
+    """Reads that all ``ranks`` need; each rank makes a share of them."""
 
     ranks: tuple[int, ...]
     reads: tuple[Read, ...]
@@ -129,7 +128,7 @@ class SharedReads:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that one rank wants, from which files of which storage, into which destinations."""
+    """All reads of one rank, and their destinations."""
 
     storage: Storage
     destinations: tuple[Destination, ...]
@@ -140,11 +139,11 @@ class Plan:
 
     @property
     def read_bytes(self) -> int:
-        """Bytes that the rank wants, merged gaps included."""
+        """Bytes that the rank needs, merged gaps included."""
         return sum(read.nbytes for read in self.all_reads())
 
     def all_reads(self) -> Iterator[Read]:
-        """Every read: the rank's own in the order in which one thread makes them, then shared ones."""
+        """Yield every read in the order of execution, shared reads last."""
         yield from self.reads
         for computation in self.computations:
             yield from computation.reads
@@ -155,27 +154,26 @@ class Plan:
 Numbers = npt.NDArray[np.int64]
 
 MiB = 1 << 20
-#: One preadv call takes at most this many buffers (Linux: UIO_MAXIOV).
+#: Maximum number of buffers of one preadv call (Linux: UIO_MAXIOV).
 MAX_BUFFERS = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """How reads are cut and merged.
+    """Limits for cutting and merging reads.
 
-    Runs that are left alone and follow each other at equal distances are one read of several rows.
+    Separate runs at equal distances become one read of several rows.
     """
 
-    #: Most bytes of one read, and the size of a staging buffer.
+    #: Maximum size of a read and of a staging buffer, in bytes.
     chunk_size: int = 8 * MiB
-    #: A gap between two wanted runs is read through when it is at most this share of the run before it,
+    #: Maximum share of a gap in the run before it for reading through it.
     gap_share: float = 0.04
-    #: or when run and gap together are at most so many bytes, where taking the run alone costs more than the
-    #: bytes.
+    #: Maximum bytes of run and gap together, below which one read is always cheaper.
     gap_floor: int = 512
 
     def reads_through(self, gap: int, run: int) -> bool:
-        """Whether a gap of ``gap`` bytes after a run of ``run`` bytes is read along with it."""
+        """Return True if a gap after ``run`` bytes is read as well."""
         return gap <= self.gap_share * run or gap + run <= self.gap_floor
 
 
@@ -190,15 +188,14 @@ def segments(
     destination: Destination,
     options: PlanOptions,
 ) -> Iterator[Segment]:
-    """A copy as dense spans of its source tensor, none longer than a chunk."""
+    """Yield dense spans of a copy's source tensor, each of at most a chunk."""
     entry = tensors[str(copy.source)]
     dtype = torch_dtype(entry.dtype, entry.name)
     width = dtype.itemsize
-    # Innermost loops whose gaps are read through make one span; each step of the outer ones is a span of its
-    # own.
+    # Inner loops whose gaps are read through form one span; each outer step is a span.
     outer, inner = _dense(copy.loops, width, options)
     span = 1 + sum((size - 1) * stride for size, stride, _ in inner)
-    # The innermost of the outer loops steps from row to row of one read, if a row fits into a chunk at all.
+    # The innermost outer loop becomes rows of one read, if a row fits a chunk.
     rows = outer.pop() if outer and span * width <= options.chunk_size else None
     for indices in product(*(range(size) for size, _, _ in outer)):
         start = copy.start + sum(i * loop[1] for i, loop in zip(indices, outer, strict=True))
@@ -207,7 +204,7 @@ def segments(
             row = loops[1:] if count > 1 else loops
             direct = destination.direct and dtype == destination.dtype and is_one_run(row)
             part = Part(0, dtype, target, place, loops, direct)
-            # A single row needs no distance, and merges with its neighbours as a plain span does.
+            # A single row has no distance, so it can merge with its neighbours.
             stride = rows[1] * width if rows is not None and count > 1 else 0
             yield entry.file, entry.offset + first * width, part.nbytes, part, count, stride
 
@@ -223,14 +220,13 @@ def _cut(
     most = max(1, limit // span)
     for begin in range(0, size, most):
         count = min(most, size - begin)
-        # In the staging buffer rows lie one after the other, ``span`` elements apart; in the file,
-        # ``source``.
+        # Rows are ``span`` elements apart in the staging buffer, and ``source`` in the file.
         loops = ((count, span, destination), *inner) if count > 1 else inner
         yield start + begin * source, to + begin * destination, loops, count
 
 
 def is_one_run(loops: Sequence[Loop]) -> bool:
-    """Return True if the elements follow each other without gaps in the source and in the destination."""
+    """Return True for one run without gaps in source and destination."""
     return not loops or (len(loops) == 1 and loops[0][1:] == (1, 1))
 
 
@@ -240,8 +236,7 @@ def _dense(loops: Sequence[Loop], width: int, options: PlanOptions) -> tuple[lis
     outer = list(loops)
     while outer:
         size, stride, _ = outer[-1]
-        # The gap between two steps, after what one step spans. Strides may be smaller than the span, where a
-        # copy repeats or interleaves elements: then there is no gap.
+        # Gap between two steps; none if a copy repeats or interleaves elements.
         if not options.reads_through(max(0, stride - span) * width, span * width):
             break
         span += (size - 1) * stride
@@ -257,8 +252,7 @@ def _bounded(
         yield start, to, loops
         return
     (size, source, destination), rest = loops[0], loops[1:]
-    # So many steps of the largest loop fit into the limit; where not even one does, its steps are cut one by
-    # one, and the loops below it in turn.
+    # Each part of the largest loop has as many steps as fit; if none fits, the loops inside it are cut.
     below = 1 + sum((n - 1) * stride for n, stride, _ in rest)
     steps = max(1, (limit - below) // source + 1) if source and below <= limit else 1
     for first in range(0, size, steps):
@@ -268,7 +262,7 @@ def _bounded(
 
 
 def merged_reads(found: Iterable[Segment], options: PlanOptions) -> Iterator[Read]:
-    """Segments, sorted by place, as reads: those that follow each other closely in a file are one."""
+    """Merge segments that are close to each other in a file into reads."""
     ordered = sorted(found, key=_place)
     columns = ((file, at, size, part.direct, rows) for file, at, size, part, rows, _ in ordered)
     starts = [*read_starts(columns, options), len(ordered)]
@@ -276,20 +270,20 @@ def merged_reads(found: Iterable[Segment], options: PlanOptions) -> Iterator[Rea
 
 
 def _place(segment: Segment) -> tuple[int, int, int, bool]:
-    # To the last digit, so that what is read does not depend on the order in which tensors were planned.
+    # A total order, so that reads do not depend on the order of tensors.
     return (*segment[:3], segment[3].direct)
 
 
 def read_starts(found: Iterable[tuple[int, int, int, bool, int]], options: PlanOptions) -> Iterator[int]:
-    """Return the numbers of the segments, sorted by place, with which a read begins.
+    """Yield the numbers of the sorted segments with which a read starts.
 
-    A segment is ``(file, offset, bytes, direct, rows)``. Direct ones are merged without a gap, staged ones
-    with small gaps, rows never.
+    A segment is ``(file, offset, bytes, direct, rows)``. Direct segments merge without gaps, staged ones with
+    small gaps, rows never.
     """
     begin = end = members = 0
     group: tuple[int, bool] | None = None
     for number, (file, offset, nbytes, direct, rows) in enumerate(found):
-        # Segments may overlap (several parameters of one tensor): a read ends with the furthest.
+        # Segments of several parameters may overlap; a read ends with the furthest.
         until = max(end, offset + nbytes)
         if (
             group == (file, direct)
@@ -302,7 +296,7 @@ def read_starts(found: Iterable[tuple[int, int, int, bool, int]], options: PlanO
             members += 1
         else:
             yield number
-            # None: nothing may join a read of several rows, whatever follows.
+            # None: nothing merges with a read of several rows.
             group = (file, direct) if rows == 1 else None
             begin, end, members = offset, offset + nbytes, 1
 

@@ -1,7 +1,7 @@
-"""A save as plain data: the join run backwards, as the writes that one rank makes.
+"""Plan the writes of a save: reversed reads.
 
-Each tensor is divided into windows of equal size, the same on every rank, which begin with a page of the
-file. What a rank has in one window is one write.
+Each tensor is divided into windows of equal size, the same on every rank, from the start of a page of the
+file. The elements that a rank has in one window are one write.
 """
 
 from __future__ import annotations
@@ -23,48 +23,48 @@ from zerostart.recipe import Recipe, torch_dtype
 from zerostart.transfer.planning.join import pull_back
 from zerostart.transfer.planning.plan import Part, is_one_run
 
-#: Bytes of a replicated share below which it is not divided further among those who hold it.
+#: Minimum size of a part of a replicated share, in bytes.
 GRAIN = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Local storage that a save writes out."""
+    """Local storage that a save writes."""
 
     dtype: torch.dtype
-    #: Whether it is host memory, which can be written from, and not behind a staging buffer.
+    #: True for host memory, which can be written without a staging buffer.
     direct: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """What a rank has of a window of one tensor of the files."""
+    """Elements that a rank has in one window of a tensor."""
 
-    #: Of the tensor in the files.
+    #: Name of the tensor in the files.
     name: str
     dtype: torch.dtype
-    #: Its first element in the window.
+    #: Number of its first element in the tensor.
     first: int
-    #: Elements of the window.
+    #: Elements from the first to the last, gaps included.
     span: int
-    #: Elements that the parts have in all: where that is all of the span, it is one run.
+    #: Elements of all parts; equal to ``span`` if there are no gaps.
     count: int
-    #: Bytes from ``at`` on of the window come out of storage number ``target``, by loops of (size, stride in
-    #: the file, stride in the storage); disjoint.
+    #: Disjoint parts: byte ``at`` of the window, number ``target`` of the storage, loops of (size, stride in
+    #: the file, stride in the storage).
     parts: tuple[Part, ...]
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are written."""
+        """Bytes to write."""
         return self.count * self.dtype.itemsize
 
     @property
     def direct(self) -> bool:
-        """Whether it is one run of host memory, in the dtype of the file."""
+        """True for one run of host memory in the dtype of the file."""
         return len(self.parts) == 1 and self.parts[0].direct
 
     def rows(self) -> Iterator[tuple[int, int, int, int]]:
-        """Yield the unbroken runs: ``(first element, elements, distance, how many)``, like ones together."""
+        """Yield groups of equal runs: ``(first element, elements, distance, runs)``."""
         if self.count == self.span:
             yield 0, self.span, self.span, 1
             return
@@ -77,7 +77,7 @@ class Write:
             yield int(group[0]), int(length), int(step), len(group)
 
     def runs(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Where the unbroken runs begin, relative to ``first``, and how long they are, in elements."""
+        """Return starts and lengths of the unbroken runs, in elements relative to ``first``."""
         found = [_runs(part) for part in self.parts]
         starts = np.concatenate([s for s, _ in found])
         order = np.argsort(starts)
@@ -89,14 +89,14 @@ class Write:
 
 @dataclass(frozen=True)
 class WritePlan:
-    """Everything that one rank writes, out of which storages, into which files."""
+    """All writes of one rank."""
 
     writes: tuple[Write, ...]
     chunk_size: int
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes that the rank writes."""
+        """Bytes to write."""
         return sum(write.nbytes for write in self.writes)
 
 
@@ -106,9 +106,9 @@ def plan_writes(
     chunk_size: int,
     page: int = PAGE,
 ) -> WritePlan:
-    """Plan the writes of a rank that holds what the layouts say of the targets of recipes.
+    """Plan the writes of a rank, for recipes whose targets it holds by layouts.
 
-    No write is longer than ``chunk_size`` bytes, or crosses a multiple of it if ``page`` is as many.
+    No write is longer than ``chunk_size`` bytes, nor crosses a multiple of it if ``page`` is as large.
     """
     origins: list[Origin] = []
     windows: dict[tuple[str, int], list[Part]] = {}
@@ -121,9 +121,8 @@ def plan_writes(
             name = str(copy.source)
             if name not in kinds:
                 kinds[name] = torch_dtype(layout.tensors[name].dtype, name)
-                # Windows are counted from the beginning of the page in which the tensor begins: from the
-                # second window on each begins with a page, and direct writes need no piece of a neighbour's
-                # page.
+                # Windows start with the page of the tensor's first byte, so all later ones are aligned to
+                # pages.
                 leads[name] = layout.tensors[name].offset % page // kinds[name].itemsize
             dtype = kinds[name]
             size = max(1, chunk_size // dtype.itemsize)
@@ -134,36 +133,36 @@ def plan_writes(
         _write(name, kinds[name], window * max(1, chunk_size // kinds[name].itemsize) - leads[name], parts)
         for (name, window), parts in windows.items()
     ]
-    # In the order of the files, so that each is written from its beginning to its end.
+    # In the order of the files, so that each is written from start to end.
     places = layout.tensors
     writes.sort(key=lambda w: (places[w.name].file, places[w.name].offset, w.first))
     return WritePlan(tuple(writes), chunk_size)
 
 
 def own_part(layout: Layout, held: tuple[int, int], nbytes: int, turn: int) -> Layout | None:
-    """Return the part of a share of ``nbytes`` that one of its holders writes; None if others write all.
+    """Return the part of a replicated share that one holder writes, or None.
 
-    A large share is divided equally; a small one is written by some, beginning with number ``turn``.
+    A large share is divided equally; a small one is written by some holders, from number ``turn`` on.
     """
     place, holders = held
     if holders == 1:
         return layout
     parts = max(1, min(holders, nbytes // GRAIN))
-    # Small shares are written whole by one holder, and ``turn`` deals them round, so that no holder writes
-    # all of them.
+    # One holder writes a small share whole; ``turn`` distributes them.
     number = (place - turn) % holders
     return layout.part(number, parts) if number < parts else None
 
 
 def own_parts(shares: Iterable[tuple[Layout, tuple[int, int], int]]) -> Iterator[Layout | None]:
-    """Return what this rank writes of each share (layout, which of how many holders, bytes of an element).
+    """Yield the part of each share that this rank writes.
 
-    ``shares`` have one order on all ranks; every element comes out on exactly one of its holders.
+    ``shares`` are (layout, (place, holders), bytes of an element), in one order on all ranks. Exactly one
+    holder writes each element.
     """
     turn = 0
     for layout, held, itemsize in shares:
         yield own_part(layout, held, layout.owned * itemsize, turn)
-        # Of the whole tensor, which is the same on all ranks, and so is everybody's turn.
+        # The size of the whole tensor is equal on all ranks.
         turn += 1 + prod(layout.shape) * itemsize // GRAIN
 
 
@@ -187,8 +186,7 @@ def _windows(
     first = 0
     while first < count:
         at, place = start + first * far, to + first * local
-        # What is left of the window behind the span of one step. Negative: a single step crosses the edge,
-        # and is cut by the loops below it.
+        # Room left in the window after one step; negative if a step crosses its end, and inner loops are cut.
         left = size - at % size - below
         if left < 0:
             yield from _windows(at, place, rest, size)
@@ -201,7 +199,7 @@ def _windows(
 
 def _write(name: str, dtype: torch.dtype, begin: int, parts: list[Part]) -> Write:
     width = dtype.itemsize
-    # Nothing before the first element that this rank has and nothing behind its last: others write these.
+    # Cut to the rank's first and last element; other ranks write the rest.
     low = min(part.at for part in parts)
     high = max(part.at + part.nbytes for part in parts)
     moved = tuple(
@@ -213,8 +211,7 @@ def _write(name: str, dtype: torch.dtype, begin: int, parts: list[Part]) -> Writ
 
 def _runs(part: Part) -> tuple[npt.NDArray[np.int64], int]:
     length, loops = 1, list(part.loops)
-    # Inner loops whose stride is the length so far continue the run in the file; their order in the storage
-    # does not matter here.
+    # Inner loops with a stride of the length so far continue the run in the file.
     while loops and loops[-1][1] == length:
         length *= loops.pop()[0]
     starts = np.array([part.at // part.dtype.itemsize], dtype=np.int64)
