@@ -8,7 +8,7 @@ from torch import nn
 
 from zerostart.geometry.layout import flat_partition
 from zerostart.models import initialise
-from zerostart.models.initialise import fill_missing, program_of
+from zerostart.models.initialise import fill_missing, find_program
 from zerostart.models.operator_log import OperatorLog
 
 #: What a model does to a parameter, and what of it counts for the values and for the generator.
@@ -56,7 +56,7 @@ def test_shards_equal_the_whole_initialiser(name: str, shape: tuple[int, int], d
     with torch.no_grad(), torch.device("meta"), log:
         meta = torch.empty(shape, dtype=dtype)
         run(meta)
-    program = program_of(meta, log)
+    program = find_program(meta, log)
     assert program is not None
     assert program.whole == (name in WHOLE)
     for world in (1, 3):
@@ -93,7 +93,7 @@ def test_programs_draw_in_the_order_of_the_initialiser() -> None:
         initialise_both(*metas)
     missing = []
     for meta in metas:
-        program = program_of(meta, log)
+        program = find_program(meta, log)
         assert program is not None
         layout = flat_partition(meta.shape, 0, 1)
         missing.append((program, layout, torch.empty(layout.numel)))

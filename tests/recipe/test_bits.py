@@ -13,8 +13,8 @@ import torch
 from zerostart.checkpoint.memory import memory_catalog
 from zerostart.geometry.layout import Layout, dimension_shard, flat_partition
 from zerostart.recipe import Recipe, SymbolicTensor, Target
-from zerostart.recipe.recording import recorded
-from zerostart.recipe.symbolic import settled
+from zerostart.recipe.recording import trace_call
+from zerostart.recipe.symbolic import snapshot
 from zerostart.transfer import Progress, execute
 from zerostart.transfer.planning import Destination, Plan, PlanOptions, join
 
@@ -64,7 +64,7 @@ def loaded(
             reference = convert(dict(source))
     catalog = memory_catalog(source)
     symbols = {n: SymbolicTensor.of(n, tuple(t.shape), t.dtype, t.stride()) for n, t in source.items()}
-    made = recorded("test", lambda: {name: settled(t) for name, t in convert(dict(symbols)).items()})
+    made = trace_call("test", lambda: {name: snapshot(t) for name, t in convert(dict(symbols)).items()})
     for name, want in reference.items():
         shape = tuple(want.shape)
         assert (tuple(made[name].shape), made[name].dtype) == (shape, want.dtype), name

@@ -12,7 +12,7 @@ from tests.recipe.graphs import operations
 from tests.recipe.shards import compare, recipe_of, symbols_of
 from zerostart.errors import ConversionError
 from zerostart.recipe import SymbolicTensor
-from zerostart.recipe.recording import recorded
+from zerostart.recipe.recording import trace_call
 from zerostart.transfer.planning import Plan
 
 Tensors = dict[str, torch.Tensor]
@@ -27,7 +27,7 @@ def plans(
 ) -> list[Plan]:
     """Load what ``convert`` makes in shards, compare each with the eager result, and return the plans."""
     expected = convert({name: tensor.clone() for name, tensor in source.items()})
-    made = recorded("test", lambda: convert(dict(symbols_of(source))))
+    made = trace_call("test", lambda: convert(dict(symbols_of(source))))
     recipes = {name: recipe_of(name, tensor) for name, tensor in made.items()}
     return compare(recipes, expected, source, world, chunk)
 

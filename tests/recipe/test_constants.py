@@ -9,7 +9,7 @@ from torch import nn
 
 from tests.recipe.test_writes import Tensors, check
 from zerostart.recipe import SymbolicTensor
-from zerostart.recipe.recording import recorded
+from zerostart.recipe.recording import trace_call
 
 
 def test_what_a_converter_caches_is_real_afterwards() -> None:
@@ -50,5 +50,5 @@ def test_constants_are_real_after_an_error_too() -> None:
         raise KeyError("missing")
 
     with pytest.raises(KeyError):
-        recorded("the converter", run)
+        trace_call("the converter", run)
     assert kept[0].tolist() == [1, 1]

@@ -11,7 +11,7 @@ from zerostart import geometry
 from zerostart.checkpoint.catalog import TensorEntry
 from zerostart.geometry.tiling import Strided, tiles
 from zerostart.recipe import Recipe, SymbolicTensor, Target
-from zerostart.recipe.inverse import inverted, reversal
+from zerostart.recipe.inverse import find_reversible, invert_pieces
 from zerostart.recipe.recipe import Coverage
 
 Tensors = dict[str, torch.Tensor]
@@ -62,7 +62,7 @@ def test_reversal(case: str) -> None:
     else:
         made = _traced(convert, shapes)  # type: ignore[assignment]
     recipes = {n: Recipe(Target(n, tuple(t.shape), t.dtype), t.value.pieces) for n, t in made.items()}
-    found = reversal(recipes, stored)
+    found = find_reversible(recipes, stored)
     assert (set(found.recipes) == set(recipes)) is whole
     assert set(found.reasons) == (set() if whole else set(recipes))
 
@@ -73,7 +73,7 @@ def test_inverted(case: str) -> None:
     convert, shapes, _ = CASES[case]
     made = _traced(convert, shapes)
     files = {n: (tuple(t.shape), t.value.pieces) for n, t in made.items()}
-    back = inverted(files, shapes)
+    back = invert_pieces(files, shapes)
     assert back.keys() == shapes.keys()
     numbers, total = {}, 0
     for name, shape in shapes.items():

@@ -16,8 +16,8 @@ from zerostart.errors import ConversionError
 from zerostart.models import Built, library_of
 from zerostart.models.operator_log import OperatorLog
 from zerostart.recipe import SymbolicTensor, Target
-from zerostart.recipe.recording import recorded
-from zerostart.recipe.symbolic import settled
+from zerostart.recipe.recording import trace_call
+from zerostart.recipe.symbolic import snapshot
 
 Tensors = dict[str, torch.Tensor]
 
@@ -34,9 +34,9 @@ def check(convert: Callable[[Tensors], Tensors], tensors: Tensors | None = None)
     expected = {n: t.resolve_conj() for n, t in convert({n: t.clone() for n, t in tensors.items()}).items()}
 
     def run() -> dict[str, SymbolicTensor]:
-        return {name: settled(tensor) for name, tensor in convert(dict(symbols_of(tensors))).items()}
+        return {name: snapshot(tensor) for name, tensor in convert(dict(symbols_of(tensors))).items()}
 
-    made = recorded("the converter", run)
+    made = trace_call("the converter", run)
     compare({name: recipe_of(name, tensor) for name, tensor in made.items()}, expected, tensors, 3, 64)
 
 
@@ -214,4 +214,4 @@ def test_what_reads_what_it_writes_is_refused_as_torch_refuses_it_or_leaves_it_o
             OVERLAPS[name](w)
 
     with pytest.raises(ConversionError, match="memory that it also writes to"):
-        recorded("the converter", run)
+        trace_call("the converter", run)

@@ -58,7 +58,7 @@ def test_result_larger_than_the_buffers() -> None:
     storage = torch.zeros(120, dtype=torch.bfloat16)
     part = Part(0, torch.float32, 0, 20, ((100, 1, 1),), direct=False)
     with DeviceStaging(64, 2, torch.device("cpu")) as staging:
-        staging.put(part, data.view(torch.uint8), storage)
+        staging.copy_part(part, data.view(torch.uint8), storage)
     assert torch.equal(storage[20:], data.bfloat16())
 
 

@@ -114,9 +114,9 @@ def test_short_requests_to_a_store_are_more_at_a_time(
     plan = Plan(storage, (), reads, 8 * MiB)
     cost = RequestCost(latency, 100e6)
     tuning = Tuning(16, 7 * MiB, limit=STORE_RING, ranks=ranks, buffer=MiB, cost=cost)
-    suited = tuning.suited(plan)
+    suited = tuning.fit_to_plan(plan)
     assert suited.threads == max(16, threads)
     assert threads * (MiB + nbytes * (not direct)) <= max(STORE_RING, 16 * 9 * MiB)
     told = f"up to {threads} requests of {decimal(nbytes)} on average in flight"
     assert suited.describe() == told
-    assert Tuning(2, 8 * MiB).suited(plan) == Tuning(2, 8 * MiB)
+    assert Tuning(2, 8 * MiB).fit_to_plan(plan) == Tuning(2, 8 * MiB)

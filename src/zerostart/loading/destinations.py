@@ -48,7 +48,7 @@ class Destinations:
                     buffers[name] = (recipe, by_id[id(buffer)])
             models.replace_tensor(model, name, by_id[id(buffer)])
         named = dict(model.named_buffers())
-        random_buffers = [(program, named[name].view(-1)) for name, program in origins.drawn.items()]
+        random_buffers = [(program, named[name].view(-1)) for name, program in origins.random_buffers.items()]
         return Destinations(origins, shards, buffers, random_buffers)
 
     def requests(self) -> list[tuple[Recipe, Layout, Destination]]:

@@ -20,7 +20,7 @@ from zerostart.geometry.layout import Layout
 from zerostart.geometry.layout.layout import narrowed
 from zerostart.loading.destinations import read_request
 from zerostart.recipe import Computed, Recipe, torch_dtype
-from zerostart.recipe.values import leaves_of
+from zerostart.recipe.values import find_leaves
 from zerostart.transfer import Progress, Tuning
 from zerostart.transfer.collective import execute_together
 from zerostart.transfer.planning import Destination, join
@@ -48,7 +48,7 @@ class Masters:
         self._shares = dict(shares)
         self._tuning = tuning
         # Only files with rounded parameters must stay unchanged.
-        used = {catalog.tensors[n].file for r, *_ in self._shares.values() for n in leaves_of(r.pieces)}
+        used = {catalog.tensors[n].file for r, *_ in self._shares.values() for n in find_leaves(r.pieces)}
         self._catalog = replace(catalog, storage=catalog.storage.kept(used))
 
     def read(self, outputs: Sequence[tuple[str, torch.Tensor]]) -> None:

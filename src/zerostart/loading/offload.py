@@ -25,7 +25,7 @@ from zerostart.loading.preparation import Prepared, isolated, prepare
 from zerostart.loading.request import Request
 from zerostart.models import Origins
 from zerostart.recipe import Recipe
-from zerostart.recipe.values import leaves_of
+from zerostart.recipe.values import find_leaves
 from zerostart.transfer import Arena, Progress, Tuning, execute, page_locked
 from zerostart.transfer.planning import Plan, join
 from zerostart.upstream.torch.tensors import make_wrapper
@@ -57,7 +57,7 @@ class FileWeights:
     def __init__(self, catalog: Catalog, recipes: Mapping[str, Recipe], tuning: Tuning) -> None:
         self._recipes = dict(recipes)
         self._tuning = tuning
-        used = {catalog.tensors[n].file for r in self._recipes.values() for n in leaves_of(r.pieces)}
+        used = {catalog.tensors[n].file for r in self._recipes.values() for n in find_leaves(r.pieces)}
         self._catalog = replace(catalog, storage=catalog.storage.kept(used))
         # Plans by names and dtypes of the fetched tensors: every step fetches the same layers.
         self._plans: dict[tuple[tuple[str, torch.dtype], ...], Plan] = {}
@@ -68,7 +68,7 @@ class FileWeights:
         if key not in self._plans:
             self._plans[key] = self._plan(outputs)
         plan = self._plans[key]
-        storage, tuning = self._catalog.storage.recalled(_PURPOSE), self._tuning.suited(plan)
+        storage, tuning = self._catalog.storage.recalled(_PURPOSE), self._tuning.fit_to_plan(plan)
         reader = storage.reader(cold=tuning.cold)
         progress = Progress(plan.read_bytes, False)
         execute(plan, list(outputs.values()), progress, tuning.threads, reader, tuning.depth)

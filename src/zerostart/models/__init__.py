@@ -31,10 +31,10 @@ from zerostart.models.library import (
 from zerostart.models.operator_log import OperatorLog
 from zerostart.models.origins import Origins, resolve_origins, tie_names
 from zerostart.models.registry import (
-    described_by_tensors,
     library_in,
     library_of,
     model_library_names,
+    recognise_tensors,
     register_model_library,
 )
 
@@ -59,7 +59,7 @@ __all__ = [
     "move_to_meta",
     "named_tensors",
     "cast_parameters",
-    "described_by_tensors",
+    "recognise_tensors",
     "fill_missing",
     "fresh_origins",
     "from_config",

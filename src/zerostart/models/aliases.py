@@ -36,10 +36,10 @@ class Slot:
     set: Callable[[object], None]
     hidden: bool = False
 
-    def within(self, suffix: str, get: Callable[[Any], object], put: Callable[[Any, Any], None]) -> Slot:
-        """Return a place inside the object here, which ``get`` and ``put`` receive."""
+    def within(self, suffix: str, get: Callable[[Any], object], assign: Callable[[Any, Any], None]) -> Slot:
+        """Return a place inside the object here, which ``get`` and ``assign`` receive."""
         return Slot(
-            self.path + suffix, lambda: get(self.get()), lambda new: put(self.get(), new), self.hidden
+            self.path + suffix, lambda: get(self.get()), lambda new: assign(self.get(), new), self.hidden
         )
 
 
@@ -50,94 +50,96 @@ _ATOMS: tuple[type, ...] = (str, bytes, int, float, complex, type(None), type, t
 _ATOMS += (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, torch.Generator)
 
 
-def registered(module: nn.Module, leaf: str, path: str) -> Slot:
+def tensor_slot(module: nn.Module, leaf: str, path: str) -> Slot:
     """Return the place of a parameter or buffer, bypassing setters."""
-    held: Any = module._parameters if leaf in module._parameters else module._buffers
-    return Slot(path, lambda: held[leaf], functools.partial(held.__setitem__, leaf))
+    tensors: Any = module._parameters if leaf in module._parameters else module._buffers
+    return Slot(path, lambda: tensors[leaf], functools.partial(tensors.__setitem__, leaf))
 
 
-def tensor_slots(model: nn.Module) -> Iterator[Slot]:
+def find_tensor_slots(model: nn.Module) -> Iterator[Slot]:
     """Yield every place with an unregistered tensor, in the order of the modules."""
     # Registered modules come from ``named_modules``; skip them inside attributes.
     own = {id(module) for module in model.modules()}
-    seen: dict[int, object] = {}
+    visited: dict[int, object] = {}
     for prefix, module in model.named_modules():
         # A list instead of recursion: structures may be deeper than Python's stack.
-        waiting = list(_inside(_place_of(module, prefix), module, _REGISTERED))
+        waiting = list(_find_inside(_module_slot(module, prefix), module, _REGISTERED))
         while waiting:
             slot = waiting.pop()
             value = slot.get()
             if isinstance(value, torch.Tensor):
                 yield slot
             elif isinstance(value, nn.Module):
-                if id(value) not in own and _first(value, seen):
-                    waiting += _inside(replace(slot, hidden=True), value)
+                if id(value) not in own and _visit(value, visited):
+                    waiting += _find_inside(replace(slot, hidden=True), value)
             # Immutable objects are entered each time: every place that holds one needs a new one.
-            elif isinstance(value, (tuple, weakref.ref)) or _first(value, seen):
-                waiting += _inside(slot, value)
+            elif isinstance(value, (tuple, weakref.ref)) or _visit(value, visited):
+                waiting += _find_inside(slot, value)
 
 
-def _first(value: object, seen: dict[int, object]) -> bool:
-    if id(value) in seen:
+def _visit(value: object, visited: dict[int, object]) -> bool:
+    if id(value) in visited:
         return False
-    seen[id(value)] = value
+    visited[id(value)] = value
     return True
 
 
-def _empty(value: object) -> bool:
+def _holds_nothing(value: object) -> bool:
     # Instances of subclasses may have attributes too.
     return isinstance(value, _ATOMS) or (type(value) in (dict, OrderedDict, list, tuple) and not value)
 
 
-def _place_of(module: nn.Module, path: str) -> Slot:
+def _module_slot(module: nn.Module, path: str) -> Slot:
     """Return the place of a registered module, which is never set."""
     return Slot(path, lambda: module, lambda _: None)
 
 
-def _inside(slot: Slot, value: object, but: frozenset[str] = frozenset()) -> Iterator[Slot]:
+def _find_inside(slot: Slot, value: object, but: frozenset[str] = frozenset()) -> Iterator[Slot]:
     """Yield the places inside ``value`` in ``slot``, without the attributes ``but``."""
     if isinstance(value, weakref.ref):
         if value() is not None:
-            yield slot.within("()", lambda held: held(), functools.partial(_refer, slot))
+            yield slot.within("()", lambda container: container(), functools.partial(_set_reference, slot))
         return
     if isinstance(value, (dict, list, tuple)):
-        held: Any = value
+        container: Any = value
         for key in list(value) if isinstance(value, dict) else range(len(value)):
-            if not _empty(held[key]):
-                yield _item(slot, key)
+            if not _holds_nothing(container[key]):
+                yield _item_slot(slot, key)
     if not isinstance(value, tuple):
-        for leaf, attribute in list(_dictionary(value).items()):
-            if leaf not in but and not _empty(attribute):
-                yield _attribute(slot, leaf)
+        for leaf, attribute in list(_attributes_of(value).items()):
+            if leaf not in but and not _holds_nothing(attribute):
+                yield _attribute_slot(slot, leaf)
 
 
-def _dictionary(owner: object) -> dict[str, object]:
+def _attributes_of(owner: object) -> dict[str, object]:
     try:
-        held: dict[str, Any] = object.__getattribute__(owner, "__dict__")
+        attributes: dict[str, Any] = object.__getattribute__(owner, "__dict__")
     except AttributeError:
         return {}
-    return held
+    return attributes
 
 
-def _attribute(slot: Slot, leaf: str) -> Slot:
-    def put(owner: object, new: object) -> None:
-        _dictionary(owner)[leaf] = new
+def _attribute_slot(slot: Slot, leaf: str) -> Slot:
+    def assign(owner: object, new: object) -> None:
+        _attributes_of(owner)[leaf] = new
 
-    return slot.within(f".{leaf}" if slot.path else leaf, lambda owner: _dictionary(owner)[leaf], put)
+    return slot.within(f".{leaf}" if slot.path else leaf, lambda owner: _attributes_of(owner)[leaf], assign)
 
 
-def _item(slot: Slot, key: Any) -> Slot:
-    def put(held: Any, new: object) -> None:
-        if isinstance(held, tuple):
-            made = getattr(type(held), "_make", type(held))  # a named tuple takes its parts as arguments
-            slot.set(made([*held[:key], new, *held[key + 1 :]]))
+def _item_slot(slot: Slot, key: Any) -> Slot:
+    def assign(container: Any, new: object) -> None:
+        if isinstance(container, tuple):
+            kind = type(container)
+            make = getattr(kind, "_make", kind)  # a named tuple takes its parts as arguments
+            slot.set(make([*container[:key], new, *container[key + 1 :]]))
         else:
-            held[key] = new
+            container[key] = new
 
-    return slot.within(f"[{key!r}]" if isinstance(key, (str, int)) else "[...]", lambda held: held[key], put)
+    suffix = f"[{key!r}]" if isinstance(key, (str, int)) else "[...]"
+    return slot.within(suffix, lambda container: container[key], assign)
 
 
-def _refer(slot: Slot, reference: Any, new: object) -> None:
+def _set_reference(slot: Slot, reference: Any, new: object) -> None:
     slot.set(type(reference)(new, reference.__callback__))
 
 
@@ -192,23 +194,23 @@ class Aliases:
         parameters that share memory in another way.
         """
         # Reversed, so that the first of several names counts.
-        named = {id(tensor): (slot, tensor) for slot, tensor in reversed([*_registered(model)])}
+        named = {id(tensor): (slot, tensor) for slot, tensor in reversed([*_iter_registered(model)])}
         own = {id(p) for p in model.parameters()}
-        memory = {_memory(t): slot.path for slot, t in named.values() if id(t) in own and _memory(t)}
+        memory = {_memory_key(t): slot.path for slot, t in named.values() if id(t) in own and _memory_key(t)}
         if views:
             _check_parameters(named.values(), memory)
-        kept: list[Alias] = []
-        others: list[tuple[Slot, str | None, torch.Tensor]] = []
-        for slot in tensor_slots(model):
+        aliases: list[Alias] = []
+        unnamed: list[tuple[Slot, str | None, torch.Tensor]] = []
+        for slot in find_tensor_slots(model):
             tensor: torch.Tensor = slot.get()
             if id(tensor) in named:
-                kept.append(Alias(slot, named[id(tensor)][0].path))
+                aliases.append(Alias(slot, named[id(tensor)][0].path))
             elif slot.hidden:
                 continue
-            elif (name := memory.get(_memory(tensor))) is None:
-                others.append((slot, None, tensor))
-            elif slot.path in _refreshed(model):
-                kept.append(Alias(slot, name, detached=True))
+            elif (name := memory.get(_memory_key(tensor))) is None:
+                unnamed.append((slot, None, tensor))
+            elif slot.path in _find_spectral_weights(model):
+                aliases.append(Alias(slot, name, detached=True))
             else:
                 raise BuildError(
                     f"{slot.path} is a view of the parameter {name}, which is sharded or moved, so the "
@@ -216,8 +218,9 @@ class Aliases:
                     "view in forward"
                 )
         buffers = [(slot, slot.path, t) for slot, t in named.values() if id(t) not in own]
-        looking = tuple(_views([*reversed(buffers), *others])) if views else ()
-        return Aliases(tuple(kept), looking, {alias.name: _tensor(model, alias.name) for alias in kept})
+        looking = tuple(_find_views([*reversed(buffers), *unnamed])) if views else ()
+        alive = {alias.name: _get_tensor(model, alias.name) for alias in aliases}
+        return Aliases(tuple(aliases), looking, alive)
 
     def without_values(self) -> set[int]:
         """Return ``id`` of unregistered tensors that follow others."""
@@ -226,7 +229,7 @@ class Aliases:
 
     def follow(self, model: nn.Module) -> None:
         """Update each place with the present tensor of its name."""
-        now = {name: _tensor(model, name) for name in self.alive}
+        now = {name: _get_tensor(model, name) for name in self.alive}
         for alias in self.entries:
             alias.follow(now[alias.name])
         self.alive.update(now)
@@ -249,15 +252,15 @@ class Aliases:
                 view.slot.set(part)
 
 
-def _registered(model: nn.Module) -> Iterator[tuple[Slot, torch.Tensor]]:
+def _iter_registered(model: nn.Module) -> Iterator[tuple[Slot, torch.Tensor]]:
     for prefix, module in model.named_modules():
         for held in (module._parameters, module._buffers):
             for leaf, tensor in held.items():
                 if tensor is not None:
-                    yield registered(module, leaf, f"{prefix}.{leaf}" if prefix else leaf), tensor
+                    yield tensor_slot(module, leaf, f"{prefix}.{leaf}" if prefix else leaf), tensor
 
 
-def _memory(tensor: torch.Tensor) -> int | None:
+def _memory_key(tensor: torch.Tensor) -> int | None:
     """Return the identity of a tensor's memory; None for memory that cannot be shared."""
     if (
         tensor.layout != torch.strided
@@ -268,26 +271,26 @@ def _memory(tensor: torch.Tensor) -> int | None:
     return storage_key(tensor)
 
 
-def _tensor(model: nn.Module, name: str) -> torch.Tensor:
-    owner, leaf = owner_of(model, name)
-    found = owner._parameters[leaf] if leaf in owner._parameters else owner._buffers[leaf]
-    assert found is not None, "a tensor that was registered stays so"
-    return found
+def _get_tensor(model: nn.Module, name: str) -> torch.Tensor:
+    owner, leaf = find_owner(model, name)
+    tensor = owner._parameters[leaf] if leaf in owner._parameters else owner._buffers[leaf]
+    assert tensor is not None, "a tensor that was registered stays so"
+    return tensor
 
 
 def _check_parameters(named: Iterable[tuple[Slot, torch.Tensor]], memory: Mapping[int | None, str]) -> None:
     """Refuse tensors that are views of another parameter."""
     for slot, tensor in named:
-        other = memory.get(_memory(tensor), slot.path)
-        if other != slot.path:
+        owner = memory.get(_memory_key(tensor), slot.path)
+        if owner != slot.path:
             raise BuildError(
-                f"{slot.path} and the parameter {other} share memory without being the same tensor, "
+                f"{slot.path} and the parameter {owner} share memory without being the same tensor, "
                 "which a sharded model cannot do; give both modules the same parameter, or let each "
                 "have its own memory"
             )
 
 
-def _refreshed(model: nn.Module) -> set[str]:
+def _find_spectral_weights(model: nn.Module) -> set[str]:
     return {
         f"{prefix}.{hook.name}".lstrip(".")
         for prefix, module in model.named_modules()
@@ -296,30 +299,30 @@ def _refreshed(model: nn.Module) -> set[str]:
     }
 
 
-def _views(found: list[tuple[Slot, str | None, torch.Tensor]]) -> Iterator[_View]:
+def _find_views(places: list[tuple[Slot, str | None, torch.Tensor]]) -> Iterator[_View]:
     """Yield views of a buffer or an attribute. Raises BuildError for a partial overlap."""
     by_memory: dict[int, list[tuple[Slot, str | None, torch.Tensor]]] = {}
-    for entry in found:
-        memory = _memory(entry[2])
+    for entry in places:
+        memory = _memory_key(entry[2])
         if memory is not None:
             by_memory.setdefault(memory, []).append(entry)
     for group in by_memory.values():
         if len(group) > 1 and any(name for _, name, _ in group):
-            yield from _views_of_one(group)
+            yield from _find_views_in(group)
 
 
-def _views_of_one(group: list[tuple[Slot, str | None, torch.Tensor]]) -> Iterator[_View]:
+def _find_views_in(group: list[tuple[Slot, str | None, torch.Tensor]]) -> Iterator[_View]:
     whole: list[tuple[Slot, str | None, torch.Tensor]] = []
     # Largest first; buffers before equal attributes, since a load fills buffers.
-    for slot, name, tensor in sorted(group, key=lambda e: (-_extent(e[2])[2], not e[2].is_contiguous())):
-        low, high, _ = _extent(tensor)
-        base = next((e for e in whole if _extent(e[2])[0] <= low and high <= _extent(e[2])[1]), None)
+    for slot, name, tensor in sorted(group, key=lambda e: (-_byte_range(e[2])[2], not e[2].is_contiguous())):
+        low, high, _ = _byte_range(tensor)
+        base = next((e for e in whole if _byte_range(e[2])[0] <= low and high <= _byte_range(e[2])[1]), None)
         if base is not None and base[2].is_contiguous() and base[2].dtype == tensor.dtype:
             offset = int(tensor.storage_offset()) - int(base[2].storage_offset())
             size, stride = tuple(tensor.shape), tensor.stride()
             yield _View(slot, name, base[0], base[1], size, stride, offset)
             continue
-        clash = next((e for e in whole if low < _extent(e[2])[1] and _extent(e[2])[0] < high), None)
+        clash = next((e for e in whole if low < _byte_range(e[2])[1] and _byte_range(e[2])[0] < high), None)
         if clash is not None and (name or clash[1]):
             raise BuildError(
                 f"{slot.path} and {clash[0].path} share part of their memory; make one a view of the other, "
@@ -328,14 +331,14 @@ def _views_of_one(group: list[tuple[Slot, str | None, torch.Tensor]]) -> Iterato
         whole.append((slot, name, tensor))
 
 
-def _extent(tensor: torch.Tensor) -> tuple[int, int, int]:
+def _byte_range(tensor: torch.Tensor) -> tuple[int, int, int]:
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     low = int(tensor.storage_offset()) * tensor.itemsize
     high = low + (last + 1) * tensor.itemsize
     return low, high, high - low
 
 
-def owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+def find_owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     """Return the module that holds the tensor ``name``, and the name in that module."""
     path, _, leaf = name.rpartition(".")
     return (model.get_submodule(path) if path else model), leaf
@@ -346,7 +349,7 @@ def replace_tensor(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
 
     Raises KeyError if there is none.
     """
-    owner, leaf = owner_of(model, name)
+    owner, leaf = find_owner(model, name)
     if leaf in owner._parameters:
         owner._parameters[leaf] = tensor  # type: ignore[assignment]  # a Parameter, by the caller's care
     elif leaf in owner._buffers:
@@ -361,11 +364,11 @@ def replace_all(
     make: Callable[[str, torch.Tensor], torch.Tensor],
 ) -> None:
     """Replace each tensor, under all its names, by the result of ``make``."""
-    made: dict[int, torch.Tensor] = {}
+    replacements: dict[int, torch.Tensor] = {}
     for name, tensor in list(named):
-        if id(tensor) not in made:
-            made[id(tensor)] = make(name, tensor)
-        replace_tensor(model, name, made[id(tensor)])
+        if id(tensor) not in replacements:
+            replacements[id(tensor)] = make(name, tensor)
+        replace_tensor(model, name, replacements[id(tensor)])
 
 
 def state_names(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:

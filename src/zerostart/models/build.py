@@ -15,19 +15,19 @@ from zerostart.checkpoint.catalog import Catalog
 from zerostart.checkpoint.source import config_path
 from zerostart.errors import BuildError, ConfigError
 from zerostart.models.aliases import Aliases, recast, replace_all, replace_tensor, state_names
-from zerostart.models.initialise import Program, program_of
+from zerostart.models.initialise import Program, find_program
 from zerostart.models.library import Built, ModelLibrary, Stored
 from zerostart.models.operator_log import OperatorLog
 from zerostart.models.origins import (
     Origins,
-    buffer_value,
     fill_plain_tensors,
     keep_dtypes,
-    program_for,
+    make_buffer,
+    require_program,
     resolve_origins,
 )
-from zerostart.models.registry import described_by_tensors, library_in, library_of, maker_of
-from zerostart.recipe import Coverage, Recipes, Target, matched, symbols_of
+from zerostart.models.registry import find_maker, library_in, library_of, recognise_tensors
+from zerostart.recipe import Coverage, Recipes, Target, make_symbols, match_names
 from zerostart.upstream.transformers.models import (
     check_built,
     is_imported,
@@ -49,7 +49,7 @@ def require(model: ModelLike, root: str | None, shapes: Mapping[str, tuple[int, 
     ``shapes`` of the tensors identify a checkpoint without configuration.
     """
     if model is None:
-        if root and shapes and config_path(root) is None and described_by_tensors(shapes) is not None:
+        if root and shapes and config_path(root) is None and recognise_tensors(shapes) is not None:
             return
         library_in(root).require(None, root)
     elif isinstance(model, type):
@@ -74,34 +74,34 @@ def build(
     if isinstance(model, Built):
         return model
     # In this order: a module, a configuration, a class with a configuration, a callable.
-    known = Stored(root, dtype, stored, main, trusted, shapes or {})
+    facts = Stored(root, dtype, stored, main, trusted, shapes or {})
     if isinstance(model, nn.Module):
-        built = _given(model, known)
+        built = _wrap_module(model, facts)
     elif model is None:
-        built = _configured(None, known)
+        built = _build_configured(None, facts)
     elif isinstance(model, type) and library_of(model).from_config:
-        built = _configured(model, known)
+        built = _build_configured(model, facts)
     else:
-        built = _called(model, known)
+        built = _build_by_call(model, facts)
     return replace(built, quantizer=built.library.quantizer(built.model, root, built.dtype))
 
 
-def _configured(kind: type[nn.Module] | None, stored: Stored) -> Built:
-    library = library_of(kind) if kind is not None else _library(stored)
+def _build_configured(kind: type[nn.Module] | None, stored: Stored) -> Built:
+    library = library_of(kind) if kind is not None else _find_library(stored)
     how, log = library.construction(kind, stored), OperatorLog()
-    with without_weights(how.building), log, explained(how.name):
-        made = how.make()
-    check_built(made)
-    return Built(made, log, how.dtype, True, library)
+    with without_weights(how.building), log, explain_errors(how.name):
+        model = how.make()
+    check_built(model)
+    return Built(model, log, how.dtype, True, library)
 
 
-def _library(stored: Stored) -> ModelLibrary:
+def _find_library(stored: Stored) -> ModelLibrary:
     bare = stored.root and stored.shapes and config_path(stored.root) is None
-    found = described_by_tensors(stored.shapes) if bare else None
-    return library_in(stored.root) if found is None else found[0]
+    description = recognise_tensors(stored.shapes) if bare else None
+    return library_in(stored.root) if description is None else description[0]
 
 
-def _called(make: type[nn.Module] | Callable[[], nn.Module], stored: Stored) -> Built:
+def _build_by_call(make: type[nn.Module] | Callable[[], nn.Module], stored: Stored) -> Built:
     """Build a model from a class without configuration, or from a callable."""
     if not callable(make):
         raise ConfigError(
@@ -109,13 +109,13 @@ def _called(make: type[nn.Module] | Callable[[], nn.Module], stored: Stored) -> 
             "a module whose parameters are on the meta device"
         )
     name = getattr(make, "__name__", repr(make))
-    made, log = _made(make, lambda: without_weights(torch.get_default_dtype()), name)
-    check_built(made)
-    library = library_of(made)
-    return Built(made, log, library.whole_dtype(made, stored, False), True, library)
+    model, log = _run_constructor(make, lambda: without_weights(torch.get_default_dtype()), name)
+    check_built(model)
+    library = library_of(model)
+    return Built(model, log, library.whole_dtype(model, stored, False), True, library)
 
 
-def _given(model: nn.Module, stored: Stored) -> Built:
+def _wrap_module(model: nn.Module, stored: Stored) -> Built:
     real = [name for name, p in model.named_parameters() if p.device.type != "meta"]
     if real:
         raise ConfigError(
@@ -127,7 +127,7 @@ def _given(model: nn.Module, stored: Stored) -> Built:
     return Built(model, OperatorLog(), library.whole_dtype(model, stored, True), False, library)
 
 
-def _made(
+def _run_constructor(
     make: Callable[[], Any], context: Callable[[], AbstractContextManager[None]], name: str
 ) -> tuple[nn.Module, OperatorLog]:
     """Call ``make`` inside ``context``, and log its operators.
@@ -137,21 +137,21 @@ def _made(
     """
     before, log = is_imported(), OperatorLog()
     try:
-        with context(), log, explained(name):
-            made = make()
+        with context(), log, explain_errors(name):
+            model = make()
     except BuildError:
         if before or not is_imported():
             raise
     else:
-        if not isinstance(made, nn.Module):
-            raise ConfigError(f"model={name} returned a {type(made).__name__}, not a torch.nn.Module")
-        if before or not any(map(is_pretrained, made.modules())):
-            return made, log
-    return _made(make, context, name)
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"model={name} returned a {type(model).__name__}, not a torch.nn.Module")
+        if before or not any(map(is_pretrained, model.modules())):
+            return model, log
+    return _run_constructor(make, context, name)
 
 
 @contextlib.contextmanager
-def explained(name: str) -> Iterator[None]:
+def explain_errors(name: str) -> Iterator[None]:
     """Explain an error of a constructor that needs data. Raises BuildError."""
     try:
         yield
@@ -174,23 +174,23 @@ def set_dtypes(built: Built, stored: dict[str, torch.dtype]) -> None:
     floating = [p.dtype for p in model.parameters() if p.dtype.is_floating_point]
     # Constructors make most tensors in one dtype, the first one included.
     main = floating[0] if floating else None
-    wanted: dict[str, torch.dtype] = {}
+    new_dtypes: dict[str, torch.dtype] = {}
     waiting: list[tuple[str, torch.Tensor]] = []
     for name, tensor, _ in state_names(model):
         want = built.dtype if built.dtype is not None and tensor.dtype == main else tensor.dtype
         if built.dtype is None and tensor.dtype.is_floating_point:
             want = stored.get(name, tensor.dtype)
         if want != tensor.dtype and tensor.device.type == "meta":
-            wanted[name] = want
+            new_dtypes[name] = want
             waiting.append((name, tensor))
-    replace_all(model, waiting, lambda name, tensor: recast(tensor, wanted[name]))
+    replace_all(model, waiting, lambda name, tensor: recast(tensor, new_dtypes[name]))
 
 
 def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
     """Cast every floating parameter on meta, as an engine would."""
     named = model.named_parameters(remove_duplicate=False)
-    other = [(name, p) for name, p in named if p.dtype.is_floating_point and p.dtype != dtype]
-    replace_all(model, other, lambda _, parameter: recast(parameter, dtype))
+    to_cast = [(name, p) for name, p in named if p.dtype.is_floating_point and p.dtype != dtype]
+    replace_all(model, to_cast, lambda _, parameter: recast(parameter, dtype))
 
 
 def let_cast(
@@ -201,11 +201,11 @@ def let_cast(
     Parameters that the constructor made in another dtype, or that the model keeps in another, are excluded.
     With ``masters``, parameters in ``computing`` become fp32 masters.
     """
-    kept = built.library.dtype_plan(built.model, computing)
+    exceptions = built.library.dtype_plan(built.model, computing)
 
     def casts(name: str, parameter: torch.Tensor) -> bool:
         own = built.dtype is not None and parameter.dtype != built.dtype
-        return not own and parameter.is_floating_point() and not any(p.search(name) for p, _ in kept)
+        return not own and parameter.is_floating_point() and not any(p.search(name) for p, _ in exceptions)
 
     def make(_: str, old: torch.Tensor) -> torch.Tensor:
         new = recast(old, torch.float32) if masters and old.dtype == computing else old
@@ -223,13 +223,13 @@ def let_cast(
 def import_model(model: object) -> None:
     """Import the libraries that building ``model`` needs, if known. Raises as ``build_fresh`` does."""
     if not isinstance(model, (nn.Module, Built)):
-        maker_of(model, None)
+        find_maker(model, None)
 
 
-def build_fresh(model: object, asked: torch.dtype | None, dtype: torch.dtype | None) -> Built:
+def build_fresh(model: object, requested: torch.dtype | None, dtype: torch.dtype | None) -> Built:
     """Build a model that initialises itself, from a configuration, class, callable or meta module.
 
-    ``asked`` is torch's default dtype during construction; None for the configuration's or the present one.
+    ``requested`` is torch's default dtype during construction; None for the configuration's or present one.
     ``dtype`` is the final dtype of the model; None leaves tensors as built. A model that is already ``Built``
     is returned. Raises BuildError or ConfigError.
     """
@@ -238,9 +238,10 @@ def build_fresh(model: object, asked: torch.dtype | None, dtype: torch.dtype | N
     # The construction was not logged, so missing values come from the model's own initialiser.
     if isinstance(model, nn.Module):
         return Built(model, OperatorLog(), dtype, False, library_of(model))
-    make, own = maker_of(model, asked)
+    make, own = find_maker(model, requested)
     name, state = getattr(make, "__name__", repr(make)), torch.get_rng_state()
-    made, log = _made(make, lambda: without_weights(asked or own or torch.get_default_dtype(), is_initialised=True), name)
+    default = requested or own or torch.get_default_dtype()
+    built, log = _run_constructor(make, lambda: without_weights(default, is_initialised=True), name)
     # Draws on meta do not move the generator, so the constructor drew real numbers or seeded.
     if not torch.equal(state, torch.get_rng_state()):
         torch.set_rng_state(state)
@@ -250,7 +251,7 @@ def build_fresh(model: object, asked: torch.dtype | None, dtype: torch.dtype | N
             "torch's default device and seed before the load, or build the module yourself and "
             "pass it"
         )
-    return Built(made, log, dtype, True, library_of(made))
+    return Built(built, log, dtype, True, library_of(built))
 
 
 def fresh_origins(built: Built, aliases: Aliases) -> Origins:
@@ -261,23 +262,23 @@ def fresh_origins(built: Built, aliases: Aliases) -> Origins:
     model = built.model
     if not built.logged:
         return resolve_origins(built, Recipes({}, Coverage()), aliases)
-    drawn: dict[str, Program] = {}
+    random_buffers: dict[str, Program] = {}
 
-    def real(name: str, buffer: torch.Tensor) -> torch.Tensor:
+    def make_real(name: str, buffer: torch.Tensor) -> torch.Tensor:
         random = buffer.is_meta and bool(built.log.draws(buffer))
         if random:
-            program = program_of(buffer, built.log)
+            program = find_program(buffer, built.log)
             assert program is not None, "what draws gives values"
-            drawn[name] = program
+            random_buffers[name] = program
         # A program fills it later, in turn with the parameters' draws.
-        return buffer_value(built, name, buffer, random, [])
+        return make_buffer(built, name, buffer, random, [])
 
-    replace_all(model, model.named_buffers(remove_duplicate=False), real)
-    parameters = {name: program_for(built, name, p) for name, p in model.named_parameters()}
+    replace_all(model, model.named_buffers(remove_duplicate=False), make_real)
+    parameters = {name: require_program(built, name, p) for name, p in model.named_parameters()}
     aliases.follow(model)
     fill_plain_tensors(built, aliases, _refuse_draws(built))
     names = tuple(name for name, _, _ in state_names(model))
-    return Origins(dict(parameters), {}, names, 0, drawn)
+    return Origins(dict(parameters), {}, names, 0, random_buffers)
 
 
 def _refuse_draws(built: Built) -> Callable[[str, torch.Tensor], None]:
@@ -295,8 +296,8 @@ def has_values(model: object) -> bool:
     """Return True for a module with real parameters, or without any, with real buffers."""
     if not isinstance(model, nn.Module):
         return False
-    held: list[torch.Tensor] = [*model.parameters()] or [*model.buffers()]
-    return any(tensor.device.type != "meta" for tensor in held)
+    tensors: list[torch.Tensor] = [*model.parameters()] or [*model.buffers()]
+    return any(tensor.device.type != "meta" for tensor in tensors)
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
@@ -321,13 +322,13 @@ def move_to_meta(model: nn.Module) -> Callable[[], None]:
 
 def existing_recipes(built: Built, catalog: Catalog) -> Recipes:
     """Return recipes that copy each parameter and buffer once, cast to the model's dtype."""
-    kept = [] if built.dtype is None else built.library.dtype_plan(built.model, built.dtype)
+    plan = [] if built.dtype is None else built.library.dtype_plan(built.model, built.dtype)
     targets = {}
     for name, tensor, buffer in named_tensors(built.model):
-        held = () if buffer or not tensor.is_floating_point() else kept
-        dtype = next((other for pattern, other in held if pattern.search(name)), tensor.dtype)
+        exceptions = () if buffer or not tensor.is_floating_point() else plan
+        dtype = next((other for pattern, other in exceptions if pattern.search(name)), tensor.dtype)
         targets[name] = Target(name, tuple(tensor.shape), dtype, buffer)
-    return matched(symbols_of(catalog), targets)
+    return match_names(make_symbols(catalog), targets)
 
 
 def existing_origins(built: Built, recipes: Recipes) -> Origins:

@@ -87,10 +87,10 @@ class Program:
         assert prod(layout.shape) == self.as_built.numel(), "a share of the whole tensor"
         if layout.owned < layout.numel:
             storage[layout.owned :].zero_()
-        for start, values in self._chunks(states):
-            _keep(values, start, layout, storage)
+        for start, values in self._make_chunks(states):
+            _copy_owned(values, start, layout, storage)
 
-    def _chunks(self, states: States | None) -> Iterator[tuple[int, torch.Tensor]]:
+    def _make_chunks(self, states: States | None) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield runs of the row-major order as ``(first element, values on the CPU)``."""
         if self.steps is None or states is not None:
             # All calls that lead to it; with states, each draw starts as in the unsharded model.
@@ -101,7 +101,7 @@ class Program:
         # All chunks share one buffer.
         buffer = torch.empty(min(total, CHUNK + _BLOCK), dtype=self.meta.dtype, device="cpu")
         start = 0
-        for count in _counts(total):
+        for count in _split_counts(total):
             chunk = buffer[:count]
             for op in self.steps:
                 _apply(op, chunk, start)
@@ -136,14 +136,16 @@ def fill_missing(missing: Sequence[tuple[Program, Layout, torch.Tensor]], start:
     }
     later = [entry for entry in missing if id(entry[0]) in postponed]
     # Record the generator's state before each of their draws, then draw and discard.
-    kept = {at for program, _, _ in later for at in program.draws}
+    recorded = {at for program, _, _ in later for at in program.draws}
     states: dict[int, torch.Tensor] = {}
     log = missing[0][0].log
-    calls: dict[int, Callable[[], None]] = {at: functools.partial(_note, log, at, states) for at in kept}
+    calls: dict[int, Callable[[], None]] = {
+        at: functools.partial(_record_state, log, at, states) for at in recorded
+    }
     if start is not None:
         # Draws for tensors of the checkpoint move the generator too.
-        drawn = (at for at, op in enumerate(log.ops[start:], start) if op.random and at not in kept)
-        calls |= {at: functools.partial(_discard, log.ops[at]) for at in drawn}
+        discarded = (at for at, op in enumerate(log.ops[start:], start) if op.random and at not in recorded)
+        calls |= {at: functools.partial(_discard, log.ops[at]) for at in discarded}
     for program, layout, storage in missing:
         if id(program) not in postponed:
             fill = functools.partial(program.fill, layout, storage)
@@ -161,12 +163,12 @@ def fill_missing(missing: Sequence[tuple[Program, Layout, torch.Tensor]], start:
     torch.set_rng_state(end)
 
 
-def _note(log: OperatorLog, at: int, states: dict[int, torch.Tensor]) -> None:
+def _record_state(log: OperatorLog, at: int, states: dict[int, torch.Tensor]) -> None:
     states[at] = torch.get_rng_state()
     _discard(log.ops[at])
 
 
-def program_of(meta: torch.Tensor, log: OperatorLog) -> Program | None:
+def find_program(meta: torch.Tensor, log: OperatorLog) -> Program | None:
     """Return the program of a meta tensor; None if no call gave it values."""
     steps: list[tuple[int, Op]] = []
     chunked = True
@@ -174,11 +176,8 @@ def program_of(meta: torch.Tensor, log: OperatorLog) -> Program | None:
         steps.append((at, op))
         # A call that writes every element makes earlier steps void; their draws still count.
         if op.func in _FACTORIES or op.overwritten is not None:
-            steps, chunked = (
-                [(at, op)],
-                op.func in {*_FACTORIES, *_RANDOM, *_CONSTANT} or _is_constant_copy(op),
-            )
-        elif not _by_element(op, meta):
+            steps, chunked = [(at, op)], op.func in _WHOLE or _is_constant_copy(op)
+        elif not _is_elementwise(op, meta):
             chunked = False
     if not any(op.func not in (aten.empty.memory_format, aten.empty_like.default) for _, op in steps):
         return None
@@ -191,21 +190,21 @@ def program_of(meta: torch.Tensor, log: OperatorLog) -> Program | None:
 
 def _discard(op: Op) -> None:
     if op.func in _RANDOM and op.args[0].is_contiguous():
-        for count in _counts(op.args[0].numel()):
+        for count in _split_counts(op.args[0].numel()):
             op.func(torch.empty(count, dtype=op.args[0].dtype, device="cpu"), *op.args[1:], **op.kwargs)
         return
-    args, kwargs = tree_map(_stand_in, (op.args, op.kwargs))
+    args, kwargs = tree_map(_make_stand_in, (op.args, op.kwargs))
     op.func(*args, **kwargs)
 
 
-def _stand_in(value: object) -> Any:
+def _make_stand_in(value: object) -> Any:
     if isinstance(value, torch.Tensor) and value.device.type == "meta":
         # torch draws other numbers for elements that are not contiguous.
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu").zero_()
     return torch.device("cpu") if isinstance(value, torch.device) else value
 
 
-def _counts(total: int) -> Iterator[int]:
+def _split_counts(total: int) -> Iterator[int]:
     while total:
         count = CHUNK if total >= CHUNK + _BLOCK else total
         yield count
@@ -216,7 +215,7 @@ def _is_constant_copy(op: Op) -> bool:
     return op.func is aten.copy_.default and op.args[1].device.type != "meta"
 
 
-def _by_element(op: Op, meta: torch.Tensor) -> bool:
+def _is_elementwise(op: Op, meta: torch.Tensor) -> bool:
     written = op.args[0]
     if op.func in _CONSTANT and written.is_contiguous():
         return True  # a part, such as the row of a padding index
@@ -246,7 +245,7 @@ def _apply(op: Op, chunk: torch.Tensor, start: int) -> None:
         op.func(chunk[low:high], *op.args[1:], **op.kwargs)
 
 
-def _keep(values: torch.Tensor, start: int, layout: Layout, storage: torch.Tensor) -> None:
+def _copy_owned(values: torch.Tensor, start: int, layout: Layout, storage: torch.Tensor) -> None:
     """Copy the part of a run from element ``start`` that ``layout`` owns."""
     for first, count, to in layout.runs():
         low, high = max(first, start), min(first + count, start + values.numel())

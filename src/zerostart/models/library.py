@@ -22,17 +22,17 @@ from torch import nn
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.checkpoint.strict_json import JsonObject
 from zerostart.errors import BuildError, ConversionError
-from zerostart.models.aliases import owner_of, replace_tensor, state_names
+from zerostart.models.aliases import find_owner, replace_tensor, state_names
 from zerostart.models.operator_log import OperatorLog
 from zerostart.recipe import (
     Coverage,
     Recipes,
     Target,
-    dequantised_symbols,
-    matched,
+    dequantise_symbols,
+    make_symbols,
+    match_names,
     one_thread,
     run_converter,
-    symbols_of,
 )
 
 #: Methods that run autoencoders and image encoders.
@@ -166,8 +166,8 @@ class ModelLibrary(ABC):
         """
         return None
 
-    def whole_dtype(self, model: nn.Module, stored: Stored, given: bool) -> torch.dtype | None:
-        """Return ``Built.dtype`` of a model from a callable, or from the caller if ``given``."""
+    def whole_dtype(self, model: nn.Module, stored: Stored, is_module: bool) -> torch.dtype | None:
+        """Return ``Built.dtype`` of a model from a callable, or from the caller if ``is_module``."""
         return stored.asked
 
     def dtype_plan(self, model: nn.Module, dtype: torch.dtype) -> list[tuple[re.Pattern[str], torch.dtype]]:
@@ -176,10 +176,10 @@ class ModelLibrary(ABC):
 
     def expectations(self, built: Built) -> dict[str, Target]:
         """Return the target of each state-dict name of the model."""
-        kept = [] if built.dtype is None else self.dtype_plan(built.model, built.dtype)
+        plan = [] if built.dtype is None else self.dtype_plan(built.model, built.dtype)
         targets: dict[str, Target] = {}
         for name, tensor, buffer in state_names(built.model):
-            dtype = next((other for pattern, other in kept if pattern.search(name)), tensor.dtype)
+            dtype = next((other for pattern, other in plan if pattern.search(name)), tensor.dtype)
             targets[name] = Target(name, tuple(tensor.shape), dtype, buffer, built.dtype is None)
         return targets
 
@@ -203,10 +203,10 @@ class ModelLibrary(ABC):
         ``converter`` is the caller's, None for the library's own. Raises ConversionError for a converter that
         fails, is random, or depends on values of weights.
         """
-        converter = chosen_converter(built.model, converter, self.converter)
+        converter = choose_converter(built.model, converter, self.converter)
         if converter is None:
-            return matched(dequantised_symbols(catalog, targets), targets)
-        return matched(run_converter(converter, symbols_of(catalog)), targets)
+            return match_names(dequantise_symbols(catalog, targets), targets)
+        return match_names(run_converter(converter, make_symbols(catalog)), targets)
 
     def revert(self, model: nn.Module, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return a state dict with the checkpoint's names and shapes; meta tensors are allowed."""
@@ -233,12 +233,12 @@ class ModelLibrary(ABC):
         """Tie the names of ``ties``; of a pair, the present name keeps its tensor."""
         for name, source in self.ties(model).items():
             kept, other = (name, source) if source in missing and name not in missing else (source, name)
-            owner, leaf = owner_of(model, kept)
+            owner, leaf = find_owner(model, kept)
             replace_tensor(model, other, owner.get_parameter(leaf))
 
     def untie(self, model: nn.Module, name: str, source: str) -> None:
         """Give ``name`` its own parameter: the checkpoint has different tensors for both names."""
-        (owner, leaf), (other, other_leaf) = owner_of(model, name), owner_of(model, source)
+        (owner, leaf), (other, other_leaf) = find_owner(model, name), find_owner(model, source)
         parameter = owner._parameters.get(leaf)
         if parameter is not None and parameter is other._parameters.get(other_leaf):
             owner._parameters[leaf] = nn.Parameter(
@@ -319,7 +319,7 @@ class ModelLibrary(ABC):
         return False
 
 
-def chosen_converter(
+def choose_converter(
     model: nn.Module, converter: object, own: Callable[[nn.Module], Converter | None]
 ) -> Converter | None:
     """Return the caller's converter, or else the library's own for the model.

@@ -39,12 +39,12 @@ class Op:
     @functools.cached_property
     def writes(self) -> list[torch.Tensor]:
         """Meta tensors that the call made or changed."""
-        made = _meta_tensors(self.result)
+        tensors = _meta_tensors(self.result)
         if self.opaque:
-            return [*made, self.args[0]]
+            return [*tensors, self.args[0]]
         for place in _written_arguments(self.func):
-            made += _meta_tensors(self.args[place : place + 1])
-        return made
+            tensors += _meta_tensors(self.args[place : place + 1])
+        return tensors
 
     @property
     def opaque(self) -> bool:
@@ -77,8 +77,8 @@ class Op:
         results = _tensors(self.result)
         if not results or _written_arguments(self.func):
             return False
-        given = {storage_key(t) for t in self.reads}
-        return all(_is_meta(t) and storage_key(t) in given for t in results)
+        bases = {storage_key(t) for t in self.reads}
+        return all(_is_meta(t) and storage_key(t) in bases for t in results)
 
 
 aten = torch.ops.aten
@@ -133,7 +133,7 @@ def storage_key(tensor: torch.Tensor) -> int:
     return key
 
 
-class _Attention(TorchFunctionMode):
+class _PythonVisibility(TorchFunctionMode):
     """A mode that makes Python code above the operators visible to the log.
 
     ``torch.tensor([...])`` keeps its numbers: it is made on the CPU and then moved. Tensors deny being on
@@ -165,8 +165,8 @@ class OperatorLog(TorchDispatchMode):
     def __enter__(self) -> OperatorLog:
         stack = contextlib.ExitStack()
         # Python code that loops over values is logged as one step.
-        stack.enter_context(truncated_normal_goes_to(self._opaque))
-        stack.enter_context(_Attention())
+        stack.enter_context(truncated_normal_goes_to(self._log_function))
+        stack.enter_context(_PythonVisibility())
         self._entered.append(stack)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -175,7 +175,7 @@ class OperatorLog(TorchDispatchMode):
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         self._entered.pop().close()
 
-    def _opaque(
+    def _log_function(
         self, function: Callable[..., object], tensor: torch.Tensor, *args: object, **kwargs: object
     ) -> Any:
         if tensor.device.type != "meta":
@@ -191,19 +191,19 @@ class OperatorLog(TorchDispatchMode):
         if self._asks_values(func, args, kwargs):
             with torch._C.DisableTorchFunction():
                 return func(*self.values([args[0]], torch.device("cpu")), *args[1:], **kwargs)
-        given = (args, kwargs)
+        arguments = (args, kwargs)
         # Code in here is not part of the construction, so function modes must not see it.
         with torch._C.DisableTorchFunction():
             changing = bool(_written_arguments(func)) and bool(_meta_tensors((args, *kwargs.values())))
             if changing:
                 # The call changes written arguments.
-                given = tree_map(_snapshot, given)  # before the call
+                arguments = tree_map(_snapshot, arguments)  # before the call
         result = func(*args, **kwargs)
         with torch._C.DisableTorchFunction():
-            op = Op(func, given[0], given[1], result)
+            op = Op(func, arguments[0], arguments[1], result)
             # Views need no step: `_Replay.real` makes them from the base.
             if op.writes and not op.is_view:
-                kept_args, kept_kwargs = given if changing else tree_map(_snapshot, given)
+                kept_args, kept_kwargs = arguments if changing else tree_map(_snapshot, arguments)
                 self.ops.append(Op(func, kept_args, kept_kwargs, tree_map(_snapshot, result)))
         return result
 
@@ -215,7 +215,7 @@ class OperatorLog(TorchDispatchMode):
 
     def values(
         self,
-        wanted: Sequence[torch.Tensor],
+        tensors: Sequence[torch.Tensor],
         device: torch.device,
         states: Mapping[int, torch.Tensor] | None = None,
     ) -> list[torch.Tensor]:
@@ -224,21 +224,21 @@ class OperatorLog(TorchDispatchMode):
         ``states`` of torch's generator by position of the call. Raises BuildError for a tensor that no logged
         call makes.
         """
-        steps, settled = self._leading_to(wanted)
+        steps, settled = self._find_calls(tensors)
         replay = _Replay(device, settled)
         for at, op in steps:
             # Start each draw in the state that it has in the unsharded model.
             if states is not None and at in states:
                 torch.set_rng_state(states[at])
             replay.run(op)
-        return [replay.real(t) for t in wanted]
+        return [replay.real(t) for t in tensors]
 
-    def draws(self, wanted: torch.Tensor) -> list[int]:
+    def draws(self, tensor: torch.Tensor) -> list[int]:
         """Return positions of the random calls that lead to a meta tensor."""
-        return [at for at, op in self._leading_to([wanted])[0] if op.random]
+        return [at for at, op in self._find_calls([tensor])[0] if op.random]
 
-    def _leading_to(self, wanted: Sequence[torch.Tensor]) -> tuple[list[tuple[int, Op]], dict[int, int]]:
-        needed = {storage_key(t) for t in wanted}
+    def _find_calls(self, tensors: Sequence[torch.Tensor]) -> tuple[list[tuple[int, Op]], dict[int, int]]:
+        needed = {storage_key(t) for t in tensors}
         # Storages whose earlier contents do not matter, since a later step overwrites them.
         settled: dict[int, int] = {}
         steps: list[tuple[int, Op]] = []
@@ -286,7 +286,7 @@ class _Replay:
 
     def run(self, op: Op) -> None:
         """Run one call on real tensors."""
-        args, kwargs = tree_map(self._argument, (op.args, op.kwargs))
+        args, kwargs = tree_map(self._get_argument, (op.args, op.kwargs))
         result = op.func(*args, **kwargs)
         if op.opaque:
             return
@@ -294,7 +294,7 @@ class _Replay:
             if _is_meta(meta):
                 self._storages[storage_key(meta)] = made.untyped_storage()
 
-    def _argument(self, value: Any) -> object:
+    def _get_argument(self, value: Any) -> object:
         if _is_meta(value):
             return self.real(value)
         if isinstance(value, torch.device):

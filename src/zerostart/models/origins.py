@@ -16,14 +16,14 @@ from torch import nn
 from zerostart.errors import BuildError
 from zerostart.models.aliases import (
     Aliases,
-    owner_of,
+    find_owner,
+    find_tensor_slots,
     recast,
     replace_all,
     replace_tensor,
     state_names,
-    tensor_slots,
 )
-from zerostart.models.initialise import Program, program_of
+from zerostart.models.initialise import Program, find_program
 from zerostart.models.library import Built
 from zerostart.recipe import Coverage, Recipe, Recipes, SymbolicTensor
 
@@ -43,7 +43,7 @@ class Origins:
     #: Position in the log where the model's initialiser starts; None without one.
     start: int | None = None
     #: Buffers with random values, drawn in turn with the parameters.
-    drawn: dict[str, Program] = field(default_factory=dict)
+    random_buffers: dict[str, Program] = field(default_factory=dict)
 
 
 def tie_names(built: Built, recipes: Recipes, equal: Equal) -> Coverage:
@@ -97,7 +97,7 @@ def resolve_origins(built: Built, recipes: Recipes, aliases: Aliases) -> Origins
     parameters: dict[str, Recipe | Program] = {}
     for name, parameter in model.named_parameters():
         recipe = sources.get(id(parameter))
-        parameters[name] = recipe if recipe is not None else program_for(built, name, parameter)
+        parameters[name] = recipe if recipe is not None else require_program(built, name, parameter)
     aliases.follow(model)
     # Last: attributes may be computed from parameters and buffers.
     fill_plain_tensors(built, aliases)
@@ -111,11 +111,11 @@ def resolve_origins(built: Built, recipes: Recipes, aliases: Aliases) -> Origins
 
 def keep_dtypes(model: nn.Module, recipes: Recipes) -> None:
     """Give loaded parameters the dtypes of their recipes; missing ones do not change."""
-    found = [(name, t, recipes.by_name.get(name)) for name, t, buffer in state_names(model) if not buffer]
-    wanted = {id(t): recipe.target.dtype for _, t, recipe in reversed(found) if recipe is not None}
+    candidates = [(t, recipes.by_name.get(n)) for n, t, buffer in state_names(model) if not buffer]
+    dtypes = {id(t): recipe.target.dtype for t, recipe in reversed(candidates) if recipe is not None}
     named = model.named_parameters(remove_duplicate=False)
-    other = [(name, p) for name, p in named if wanted.get(id(p), p.dtype) != p.dtype]
-    replace_all(model, other, lambda _, parameter: recast(parameter, wanted[id(parameter)]))
+    to_cast = [(name, p) for name, p in named if dtypes.get(id(p), p.dtype) != p.dtype]
+    replace_all(model, to_cast, lambda _, parameter: recast(parameter, dtypes[id(parameter)]))
 
 
 def _prepare_buffers(built: Built, recipes: Recipes) -> dict[str, Recipe]:
@@ -130,15 +130,15 @@ def _prepare_buffers(built: Built, recipes: Recipes) -> dict[str, Recipe]:
     loaded: dict[str, Recipe] = {}
     unknown: list[str] = []
 
-    def real(name: str, buffer: torch.Tensor) -> torch.Tensor:
+    def make_real(name: str, buffer: torch.Tensor) -> torch.Tensor:
         recipe = sources.get(id(buffer))
-        value = buffer_value(built, name, buffer, recipe is not None, unknown)
+        value = make_buffer(built, name, buffer, recipe is not None, unknown)
         if recipe is not None:
             loaded[name] = recipe
             built.library.mark_loaded(value)
         return value
 
-    replace_all(model, named, real)
+    replace_all(model, named, make_real)
     if unknown:
         raise BuildError(
             f"the values of {len(unknown)} buffers are lost, since the module came built on the meta device: "
@@ -147,7 +147,7 @@ def _prepare_buffers(built: Built, recipes: Recipes) -> dict[str, Recipe]:
     return loaded
 
 
-def buffer_value(
+def make_buffer(
     built: Built, name: str, buffer: torch.Tensor, filled: bool, unknown: list[str]
 ) -> torch.Tensor:
     """Return a buffer off meta, with its value unless it is ``filled`` later."""
@@ -164,10 +164,10 @@ def buffer_value(
 def _run_initialiser(built: Built, missing: dict[str, nn.Parameter]) -> None:
     initialise = built.library.initialiser(built.model)
     if initialise is not None:
-        with _aliases_aside(built), built.log:
+        with _set_aliases_aside(built), built.log:
             initialise()
     elif not built.logged:
-        for owner in dict.fromkeys(owner_of(built.model, name)[0] for name in missing):
+        for owner in dict.fromkeys(find_owner(built.model, name)[0] for name in missing):
             reset = getattr(owner, "reset_parameters", None)
             if callable(reset):
                 with torch.no_grad(), built.log:
@@ -175,11 +175,11 @@ def _run_initialiser(built: Built, missing: dict[str, nn.Parameter]) -> None:
 
 
 @contextlib.contextmanager
-def _aliases_aside(built: Built) -> Iterator[None]:
+def _set_aliases_aside(built: Built) -> Iterator[None]:
     aside: dict[str, nn.Parameter] = {}
     model, library = built.model, built.library
     for name in library.ties(model):
-        owner, leaf = owner_of(model, name)
+        owner, leaf = find_owner(model, name)
         parameter = owner._parameters.get(leaf)
         if parameter is not None:
             aside[name] = parameter
@@ -194,16 +194,16 @@ def _aliases_aside(built: Built) -> Iterator[None]:
             replace_tensor(model, name, parameter)
 
 
-def program_for(built: Built, name: str, parameter: nn.Parameter) -> Program:
+def require_program(built: Built, name: str, parameter: nn.Parameter) -> Program:
     """Return the program of a parameter without recipe.
 
     Raises BuildError, with the name, if there is none.
     """
     if not parameter.numel():
         return Program(parameter, parameter.detach(), built.log, ())
-    program = program_of(parameter, built.log)
+    program = find_program(parameter, built.log)
     if program is None:
-        owner = type(owner_of(built.model, name)[0]).__name__
+        owner = type(find_owner(built.model, name)[0]).__name__
         raise BuildError(
             f"{name} is not in the checkpoint and cannot be initialised: {owner} has no "
             "initialiser that sets it. Pass model= as a class or a callable, or supply the tensor"
@@ -218,25 +218,25 @@ def fill_plain_tensors(
 
     ``check`` receives each with its path. Raises BuildError, with names, for lost values.
     """
-    others = aliases.without_values()
-    found = [(slot, slot.get()) for slot in tensor_slots(built.model)]
-    taken = [slot.path for slot, t in found if isinstance(t, SymbolicTensor)]
-    if taken:
+    followers = aliases.without_values()
+    places = [(slot, slot.get()) for slot in find_tensor_slots(built.model)]
+    symbolic = [slot.path for slot, t in places if isinstance(t, SymbolicTensor)]
+    if symbolic:
         raise BuildError(
             f"while loading, {type(built.model).__name__} stores tensors of the checkpoint in "
-            f"{', '.join(taken[:8])}, whose values are not there yet. Register them as buffers, or "
+            f"{', '.join(symbolic[:8])}, whose values are not there yet. Register them as buffers, or "
             "leave them out of the source and set them after the load"
         )
-    waiting = [(slot, t) for slot, t in found if t.is_meta and id(t) not in others and not slot.hidden]
-    lost = [slot.path for slot, t in waiting if not any(built.log.writers(t))]
-    if lost:
+    waiting = [(slot, t) for slot, t in places if t.is_meta and id(t) not in followers and not slot.hidden]
+    unknown = [slot.path for slot, t in waiting if not any(built.log.writers(t))]
+    if unknown:
         raise BuildError(
-            f"the values of {len(lost)} tensor attributes are lost on the meta device: {', '.join(lost[:8])}"
+            f"{len(unknown)} tensor attributes lost their values on the meta device: {', '.join(unknown[:8])}"
             ". Pass model= as a class or a callable, so that they can be computed"
         )
     for slot, t in waiting:
         check(slot.path, t)
     values = built.log.values([t for _, t in waiting], torch.device("cpu"))
-    made = {id(t): value for (_, t), value in zip(waiting, values, strict=True)}
+    value_of = {id(t): value for (_, t), value in zip(waiting, values, strict=True)}
     for slot, t in waiting:
-        slot.set(made[id(t)])
+        slot.set(value_of[id(t)])

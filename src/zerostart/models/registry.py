@@ -31,20 +31,20 @@ def register_model_library(kind: type[ModelLibrary]) -> type[ModelLibrary]:
 
     Raises ConfigError for a name that another library has.
     """
-    there = _registered.get(kind.name)
+    present = _registered.get(kind.name)
     package = kind.__module__.partition(".")[0]
     installed = entry_points(group=GROUP, name=kind.name)
-    others = any(point.module.partition(".")[0] != package for point in installed)
-    if others or kind.name in _OWN or (there is not None and type(there) is not kind):
+    is_installed = any(point.module.partition(".")[0] != package for point in installed)
+    if is_installed or kind.name in _OWN or (present is not None and type(present) is not kind):
         raise ConfigError(f"a model library named {kind.name!r} is already registered; choose another name")
-    if there is None:
+    if present is None:
         _registered[kind.name] = kind()
     return kind
 
 
 def model_library_names() -> list[str]:
     """Return the names of all libraries, in the order of search."""
-    return [library.name for library in _libraries()]
+    return [library.name for library in _list_libraries()]
 
 
 def library_of(model: nn.Module | type) -> ModelLibrary:
@@ -53,10 +53,10 @@ def library_of(model: nn.Module | type) -> ModelLibrary:
     Raises ConfigError if an installed library cannot be imported.
     """
     kind = model if isinstance(model, type) else type(model)
-    return next(library for library in _libraries() if library.handles(kind))
+    return next(library for library in _list_libraries() if library.handles(kind))
 
 
-def described_by_tensors(
+def recognise_tensors(
     shapes: Mapping[str, tuple[int, ...]],
 ) -> tuple[ModelLibrary, JsonObject] | None:
     """Recognise a checkpoint without configuration by its tensors.
@@ -64,7 +64,7 @@ def described_by_tensors(
     Returns the library and the configuration, or None. Raises BuildError if the configuration is not
     available.
     """
-    for library in _libraries():
+    for library in _list_libraries():
         if (found := library.configuration_of(shapes)) is not None:
             return library, found
     return None
@@ -72,16 +72,18 @@ def described_by_tensors(
 
 def library_in(root: str | None) -> ModelLibrary:
     """Return the library of the configuration in ``root``. Raises as ``library_of`` does."""
-    return next(library for library in _libraries() if library.describes(root))
+    return next(library for library in _list_libraries() if library.describes(root))
 
 
-def maker_of(model: object, dtype: torch.dtype | None) -> tuple[Callable[[], nn.Module], torch.dtype | None]:
+def find_maker(
+    model: object, dtype: torch.dtype | None
+) -> tuple[Callable[[], nn.Module], torch.dtype | None]:
     """Return a builder for a configuration, and the dtype that it names.
 
     Classes and callables are returned unchanged. Raises ConfigError for anything else, and as ``library_of``
     does.
     """
-    for library in _libraries():
+    for library in _list_libraries():
         if (found := library.of_configuration(model, dtype)) is not None:
             return found
     if not callable(model):
@@ -92,21 +94,21 @@ def maker_of(model: object, dtype: torch.dtype | None) -> tuple[Callable[[], nn.
     return model, None
 
 
-def _libraries() -> tuple[ModelLibrary, ...]:
-    return (*_registered.values(), *_installed(), *_own())
+def _list_libraries() -> tuple[ModelLibrary, ...]:
+    return (*_registered.values(), *_load_installed(), *_load_own())
 
 
 @functools.cache
-def _own() -> tuple[ModelLibrary, ...]:
+def _load_own() -> tuple[ModelLibrary, ...]:
     return tuple(getattr(importlib.import_module(module), name)() for module, name in _OWN.values())
 
 
 @functools.cache
-def _installed() -> tuple[ModelLibrary, ...]:
-    return tuple(map(_made, entry_points(group=GROUP)))
+def _load_installed() -> tuple[ModelLibrary, ...]:
+    return tuple(map(_instantiate, entry_points(group=GROUP)))
 
 
-def _made(point: EntryPoint) -> ModelLibrary:
+def _instantiate(point: EntryPoint) -> ModelLibrary:
     try:
         library: ModelLibrary = point.load()()
     except Exception as error:

@@ -66,7 +66,7 @@ def tiny(config: JsonObject) -> JsonObject:
     2 layers, hidden size 64, 4 heads of 16 (2 for grouped keys and values), 8 experts with 2 active, and a
     vocabulary of 257.
     """
-    result: JsonObject = {key: tiny(value) if _nested(key, value) else value for key, value in config.items()}
+    result: JsonObject = {k: tiny(v) if _is_nested(k, v) else v for k, v in config.items()}
     for target, keys in _TINY.items():
         # A configuration may be tiny already.
         result.update({key: min(config[key], target) for key in keys if _is_size(config.get(key))})
@@ -80,8 +80,8 @@ def tiny(config: JsonObject) -> JsonObject:
 
 def _shrink_attention(config: JsonObject, result: JsonObject) -> None:
     """Set sizes of heads that depend on other sizes."""
-    grouped = _first(config, _KV_HEADS)
-    heads = _first(config, ("num_attention_heads", "n_head", "num_heads"))
+    grouped = _first_of(config, _KV_HEADS)
+    heads = _first_of(config, ("num_attention_heads", "n_head", "num_heads"))
     for key in _KV_HEADS:
         if _is_size(config.get(key)):
             # Grouped keys and values stay grouped.
@@ -98,7 +98,7 @@ def _shrink_attention(config: JsonObject, result: JsonObject) -> None:
             result["head_dim"] = result[key]
 
 
-def _nested(key: str, value: object) -> TypeGuard[JsonObject]:
+def _is_nested(key: str, value: object) -> TypeGuard[JsonObject]:
     if not isinstance(value, Mapping) or key in ("quantization_config", "per_layer_config"):
         return False
     return key.endswith("_config") or "model_type" in value
@@ -108,7 +108,7 @@ def _is_size(value: object) -> TypeGuard[int]:
     return type(value) is int and value > 0
 
 
-def _first(config: JsonObject, keys: tuple[str, ...]) -> int | None:
+def _first_of(config: JsonObject, keys: tuple[str, ...]) -> int | None:
     return next((config[key] for key in keys if _is_size(config.get(key))), None)
 
 
@@ -136,12 +136,12 @@ def _is_index(value: object) -> TypeGuard[int]:
 
 
 def _resample(kinds: list[object], count: int) -> list[object]:
-    kept = [kinds[position % len(kinds)] for position in range(count)]
+    result = [kinds[position % len(kinds)] for position in range(count)]
     # Keep kinds of layers (sliding, full, linear) if there is room: each has its own code.
-    lost = [kind for position, kind in enumerate(kinds) if kind not in kinds[:position] and kind not in kept]
+    missing = [kind for at, kind in enumerate(kinds) if kind not in kinds[:at] and kind not in result]
     room = max(0, count - 1)
-    tail = lost[:room]
-    return kept[: count - len(tail)] + tail
+    tail = missing[:room]
+    return result[: count - len(tail)] + tail
 
 
 def _clip_token_ids(config: dict[str, object]) -> None:
@@ -161,7 +161,9 @@ def _shrink_rotary_sections(config: dict[str, object]) -> None:
     """Divide half of a head among time, height and width, for multi-axis rotary positions."""
     head = config.get("head_dim")
     if not _is_size(head):
-        head = (_first(config, ("hidden_size",)) or 0) // (_first(config, ("num_attention_heads",)) or 1)
+        head = (_first_of(config, ("hidden_size",)) or 0) // (
+            _first_of(config, ("num_attention_heads",)) or 1
+        )
     for key in ("rope_parameters", "rope_scaling"):
         rope = config.get(key)
         if isinstance(rope, Mapping) and isinstance(rope.get("mrope_section"), list) and head:

@@ -24,7 +24,7 @@ from zerostart.checkpoint.write.shards import SaveLayout, plan_shards
 from zerostart.checkpoint.write.staging import Staging
 from zerostart.checkpoint.write.writer import CheckpointWriter
 from zerostart.errors import BuildError, ConfigError, WriteError
-from zerostart.models.libraries.transformers import parts_of
+from zerostart.models.libraries.transformers import list_parts
 from zerostart.models.registry import library_of
 from zerostart.models.shrink import tiny
 from zerostart.recipe.dtypes import spelling, torch_dtype
@@ -82,24 +82,24 @@ def synthesise(
     Raises ConfigError or CheckpointError for wrong arguments, BuildError if the architecture cannot be built,
     WriteError if writing fails.
     """
-    raw = _read(source)
+    raw = _read_source(source)
     # The weights are not quantised, so the configuration must not say so.
     dropped = ("quantization_config",) if raw.pop("quantization_config", None) is not None else ()
-    config = _configuration(raw, source)
+    config = _make_config(raw, source)
     if size not in (None, "tiny"):
         raise ConfigError(f"size {size!r} is not 'tiny'")
     if size is not None:
         # Expand first: sizes missing in the file have defaults.
-        config = _configuration(tiny(config.to_dict()), source)
-    chosen = _chosen_dtype(dtype, config)
-    kind = _model_class(config)
-    layout, parameters = _plan(kind, config, chosen, max_shard_size)
+        config = _make_config(tiny(config.to_dict()), source)
+    chosen = _choose_dtype(dtype, config)
+    kind = _find_class(config)
+    layout, parameters = _plan_files(kind, config, chosen, max_shard_size)
     # No document, since this is a plain checkpoint.
     staging = Staging(out, marker="")
     try:
         with CheckpointWriter(staging.directory, layout, durable=False) as writer:
             if not sparse:
-                _fill(writer, Noise(seed, _deviation(config)))
+                _fill(writer, Noise(seed, _find_deviation(config)))
         _write_config(config, kind, staging.directory)
         staging.complete({})
     finally:
@@ -115,16 +115,16 @@ def synthesise(
     )
 
 
-def _read(source: str | os.PathLike[str]) -> JsonObject:
+def _read_source(source: str | os.PathLike[str]) -> JsonObject:
     """Return the fields of the configuration that ``source`` names."""
     import transformers
 
     path = Path(source)
     if path.is_file():
         return read_json(path, "configuration")
-    found = read_config(path) if path.is_dir() else None
-    if found is not None:
-        return found
+    config = read_config(path) if path.is_dir() else None
+    if config is not None:
+        return config
     name = os.fspath(source)
     if name in transformers.CONFIG_MAPPING:
         return {"model_type": name}
@@ -134,7 +134,7 @@ def _read(source: str | os.PathLike[str]) -> JsonObject:
     )
 
 
-def _configuration(raw: dict[str, object], source: str | os.PathLike[str]) -> PreTrainedConfig:
+def _make_config(raw: dict[str, object], source: str | os.PathLike[str]) -> PreTrainedConfig:
     import transformers
 
     model_type = raw.get("model_type")
@@ -148,25 +148,25 @@ def _configuration(raw: dict[str, object], source: str | os.PathLike[str]) -> Pr
         raise ConfigError(f"{os.fspath(source)}: not a usable {model_type} configuration: {error}") from error
 
 
-def _chosen_dtype(name: str | None, config: object) -> torch.dtype:
+def _choose_dtype(name: str | None, config: object) -> torch.dtype:
     if name is not None:
         if name not in _DTYPES:
             raise ConfigError(f"dtype {name!r} is not one of {', '.join(_DTYPES)}")
         return _DTYPES[name]
-    for part in parts_of(config):
+    for part in list_parts(config):
         stated = getattr(part, "dtype", None)
         if stated is not None:
             return stated if isinstance(stated, torch.dtype) else _DTYPES.get(str(stated), torch.bfloat16)
     return torch.bfloat16
 
 
-def _model_class(config: PreTrainedConfig) -> type[torch.nn.Module]:
+def _find_class(config: PreTrainedConfig) -> type[torch.nn.Module]:
     import transformers
 
     for name in config.architectures or ():
-        found = getattr(transformers, name, None)
-        if isinstance(found, type) and issubclass(found, torch.nn.Module):
-            return found
+        entry = getattr(transformers, name, None)
+        if isinstance(entry, type) and issubclass(entry, torch.nn.Module):
+            return entry
         raise ConfigError(
             f"the configuration names the architecture {name}, which transformers {transformers.__version__} "
             "does not have; correct it, or leave it out to take the model type's own"
@@ -174,18 +174,18 @@ def _model_class(config: PreTrainedConfig) -> type[torch.nn.Module]:
     # For a model with a text part, the causal mapping may name only that part's class.
     mappings = reversed(_MAPPINGS[:-1]) if "text_config" in config.sub_configs else iter(_MAPPINGS)
     for mapping in (*mappings, _MAPPINGS[-1]):
-        found = getattr(transformers, mapping).get(type(config), None)
-        kind: type[torch.nn.Module] | None = found[0] if isinstance(found, tuple) else found
+        entry = getattr(transformers, mapping).get(type(config), None)
+        kind: type[torch.nn.Module] | None = entry[0] if isinstance(entry, tuple) else entry
         if kind is not None:
             return kind
     raise ConfigError(f"transformers has no model for the model type {config.model_type}")
 
 
-def _plan(
+def _plan_files(
     kind: type[torch.nn.Module], config: object, dtype: torch.dtype, max_shard_size: int | str
 ) -> tuple[SaveLayout, int]:
     """Return the layout of the files, and the number of elements."""
-    for part in parts_of(config):
+    for part in list_parts(config):
         part.dtype = dtype
     try:
         with without_weights(dtype):
@@ -194,13 +194,13 @@ def _plan(
         raise BuildError(
             f"{kind.__name__} cannot be built from this configuration: {type(error).__name__}: {error}"
         ) from error
-    tensors = library_of(kind).revert(model, _stored(model, dtype))
+    tensors = library_of(kind).revert(model, _get_stored(model, dtype))
     described = [(name, spelling(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()]
     parameters = sum(tensor.numel() for tensor in tensors.values())
     return plan_shards(described, max_shard_size, total_parameters=parameters), parameters
 
 
-def _stored(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def _get_stored(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     library = library_of(model)
     left_out = set(library.ties(model)) | set(ignorable_on_save(model))
     plan = library.dtype_plan(model, dtype)
@@ -208,9 +208,9 @@ def _stored(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.Tenso
     for name, tensor in model.state_dict().items():
         if name in left_out:
             continue
-        kept = next((own for pattern, own in plan if pattern.search(name)), None)
+        own = next((dtype for pattern, dtype in plan if pattern.search(name)), None)
         # The model keeps some tensors in another dtype, as ``save_pretrained`` does.
-        stored[name] = tensor.to(kept) if kept is not None and tensor.is_floating_point() else tensor
+        stored[name] = tensor.to(own) if own is not None and tensor.is_floating_point() else tensor
     return stored
 
 
@@ -218,13 +218,13 @@ def _fill(writer: CheckpointWriter, noise: Noise) -> None:
     entries = sorted(writer.layout.tensors.values(), key=lambda entry: (entry.file, entry.offset))
     for entry in entries:
         offset = 0
-        for piece in noise.content(entry.name, torch_dtype(entry.dtype), entry.shape):
+        for piece in noise.make_content(entry.name, torch_dtype(entry.dtype), entry.shape):
             writer.write(entry.name, piece, offset)
             offset += piece.nbytes
 
 
-def _deviation(config: object) -> float:
-    for part in parts_of(config):
+def _find_deviation(config: object) -> float:
+    for part in list_parts(config):
         stated = getattr(part, "initializer_range", None)
         if isinstance(stated, float) and stated > 0:
             return stated
@@ -251,10 +251,10 @@ class Noise:
 
     def __init__(self, seed: int, std: float) -> None:
         self._seed = seed
-        drawn = np.random.default_rng(seed).standard_normal(_PERIOD, dtype=np.float32)
-        self._normal = torch.from_numpy(drawn).mul_(std)
+        normal = np.random.default_rng(seed).standard_normal(_PERIOD, dtype=np.float32)
+        self._normal = torch.from_numpy(normal).mul_(std)
 
-    def content(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Iterator[memoryview]:
+    def make_content(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Iterator[memoryview]:
         """Yield the bytes of the tensor ``name``, in pieces of at most one block.
 
         Matrices and larger tensors are normal with deviation ``std``. Biases, integers and truth values are
@@ -264,8 +264,8 @@ class Noise:
         # Pieces after the first start at the beginning of the block.
         start, left, block = int.from_bytes(digest, "little") % _PERIOD, math.prod(shape), self._normal
         if not dtype.is_floating_point or len(shape) < 2:
-            one = dtype.is_floating_point and not name.endswith("bias")
-            start, block = 0, torch.full((min(left, _PERIOD),), float(one), device="cpu")
+            is_one = dtype.is_floating_point and not name.endswith("bias")
+            start, block = 0, torch.full((min(left, _PERIOD),), float(is_one), device="cpu")
         while left:
             piece = block[start : start + left].to(dtype)
             yield piece.view(torch.uint8).numpy().data

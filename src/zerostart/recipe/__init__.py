@@ -3,12 +3,12 @@
 from zerostart.recipe import operators as _operators  # noqa: F401  # registers the operators
 from zerostart.recipe.dtypes import main_dtype, spelling, torch_dtype
 from zerostart.recipe.recipe import Coverage, Recipe, Recipes, Target
-from zerostart.recipe.recording import recorded
-from zerostart.recipe.scales import dequantised_symbols
-from zerostart.recipe.stored import symbols_of
-from zerostart.recipe.symbolic import SymbolicTensor, settled
-from zerostart.recipe.trace import assembled, loaded_into, matched, one_thread, run_converter
-from zerostart.recipe.values import Computed, Value, leaves_of
+from zerostart.recipe.recording import trace_call
+from zerostart.recipe.scales import dequantise_symbols
+from zerostart.recipe.stored import make_symbols
+from zerostart.recipe.symbolic import SymbolicTensor, snapshot
+from zerostart.recipe.trace import assemble_recipes, match_names, one_thread, run_converter, trace_loading
+from zerostart.recipe.values import Computed, Value, find_leaves
 
 __all__ = [
     "Computed",
@@ -18,17 +18,17 @@ __all__ = [
     "SymbolicTensor",
     "Target",
     "Value",
-    "assembled",
-    "dequantised_symbols",
-    "loaded_into",
+    "assemble_recipes",
+    "dequantise_symbols",
+    "trace_loading",
     "main_dtype",
-    "matched",
-    "leaves_of",
+    "match_names",
+    "find_leaves",
     "one_thread",
-    "recorded",
+    "trace_call",
     "run_converter",
-    "settled",
+    "snapshot",
     "spelling",
-    "symbols_of",
+    "make_symbols",
     "torch_dtype",
 ]

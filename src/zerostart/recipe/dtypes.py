@@ -61,12 +61,12 @@ def spelling(dtype: torch.dtype, tensor: str = "") -> str:
         ) from None
 
 
-def holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
+def can_hold(wide: torch.dtype, narrow: torch.dtype) -> bool:
     """Return True if casting ``narrow`` to ``wide`` loses nothing."""
     if wide == narrow or narrow is torch.bool:
         return True
     if wide is torch.bool or narrow.is_complex or wide.is_complex:
-        return wide.is_complex and holds(wide.to_real(), narrow.to_real())
+        return wide.is_complex and can_hold(wide.to_real(), narrow.to_real())
     if not wide.is_floating_point:
         if narrow.is_floating_point:
             return False

@@ -31,40 +31,40 @@ class Reversal:
     reasons: Mapping[str, str]
 
 
-def reversal(recipes: Mapping[str, Recipe], stored: Mapping[str, TensorEntry]) -> Reversal:
+def find_reversible(recipes: Mapping[str, Recipe], stored: Mapping[str, TensorEntry]) -> Reversal:
     """Find the recipes that can be reversed into the tensors ``stored``."""
     # A source is complete only if all targets that use it give its elements back.
-    plain = {name: _row_major(recipe, stored) for name, recipe in recipes.items()}
+    plain = {name: _make_row_major(recipe, stored) for name, recipe in recipes.items()}
     reasons: dict[str, str] = {}
-    kept: dict[str, Recipe] = {}
-    for group in _connected(
+    reversible: dict[str, Recipe] = {}
+    for group in _group_connected(
         {name: {s for piece in recipe.pieces for s in piece.source} for name, recipe in plain.items()}
     ):
-        reason = _reason({name: plain[name] for name in group}, stored)
+        reason = _find_obstacle({name: plain[name] for name in group}, stored)
         if reason is None:
-            kept.update({name: plain[name] for name in group})
+            reversible.update({name: plain[name] for name in group})
         else:
             reasons.update(dict.fromkeys(group, reason))
     # Keep the order of ``recipes``.
-    return Reversal({name: kept[name] for name in recipes if name in kept}, reasons)
+    return Reversal({name: reversible[name] for name in recipes if name in reversible}, reasons)
 
 
-def _reason(group: Mapping[str, Recipe], stored: Mapping[str, TensorEntry]) -> str | None:
+def _find_obstacle(group: Mapping[str, Recipe], stored: Mapping[str, TensorEntry]) -> str | None:
     """Say why a group of recipes is not reversible; None if it is."""
     for name, recipe in group.items():
         if recipe.computed:
             return f"{name} is calculated, and not only moved"
-    for source, copies in _by_source({n: (r.target.shape, r.pieces) for n, r in group.items()}).items():
+    for source, copies in _group_by_source({n: (r.target.shape, r.pieces) for n, r in group.items()}).items():
         entry = stored.get(source)
         if entry is None or entry.strides is not None:
             return f"{source} is not stored row by row"
         # An element used twice (a broadcast) or never (a dropped slice) cannot be written back.
-        if not _tiled(copies, entry.numel):
+        if not _is_tiled(copies, entry.numel):
             return f"not every element of {source} is in the model once"
     return None
 
 
-def _row_major(recipe: Recipe, stored: Mapping[str, TensorEntry]) -> Recipe:
+def _make_row_major(recipe: Recipe, stored: Mapping[str, TensorEntry]) -> Recipe:
     if len(recipe.pieces) == 1 and len(recipe.pieces[0].source) == 1:
         source = recipe.pieces[0].source[0]
         entry = None if isinstance(source, Computed) else stored.get(str(source))
@@ -78,25 +78,25 @@ def _row_major(recipe: Recipe, stored: Mapping[str, TensorEntry]) -> Recipe:
     return recipe
 
 
-def _by_source(
+def _group_by_source(
     tensors: Mapping[str, tuple[Sequence[int], Sequence[Piece]]],
 ) -> dict[str, list[tuple[str, Copy]]]:
     """Group the copies that fill ``tensors`` by source, with the tensors' names."""
-    found: dict[str, list[tuple[str, Copy]]] = {}
+    copies_by_source: dict[str, list[tuple[str, Copy]]] = {}
     for name, (shape, pieces) in tensors.items():
         box, strides = Box((0,) * len(shape), tuple(shape)), row_major_strides(shape)
         for piece in pieces:
             for copy in geometry.copies_between(piece, box, 0, strides):
-                found.setdefault(str(copy.source), []).append((name, copy))
-    return found
+                copies_by_source.setdefault(str(copy.source), []).append((name, copy))
+    return copies_by_source
 
 
-def _tiled(copies: Sequence[tuple[str, Copy]], numel: int) -> bool:
+def _is_tiled(copies: Sequence[tuple[str, Copy]], numel: int) -> bool:
     """Return True if the copies use each of ``numel`` elements once."""
     return tiles([(c.start, tuple((n, stride) for n, stride, _ in c.loops)) for _, c in copies], numel)
 
 
-def inverted(
+def invert_pieces(
     files: Mapping[str, tuple[Sequence[int], Sequence[Piece]]], shapes: Mapping[str, Sequence[int]]
 ) -> dict[str, tuple[Piece, ...]]:
     """Return the pieces of each tensor of ``shapes`` out of ``files``.
@@ -105,32 +105,32 @@ def inverted(
     files exactly once, or if it shares files with such a tensor.
     """
     sources = {name: {s for piece in pieces for s in piece.source} for name, (_, pieces) in files.items()}
-    found: dict[str, tuple[Piece, ...]] = {}
-    for group in _connected(sources):
-        moved = all(not isinstance(s, Computed) for n in group for p in files[n][1] for s in p.source)
-        made = _inverted({name: files[name] for name in group}, shapes) if moved else None
-        found.update(made or {})
-    return found
+    pieces_by_name: dict[str, tuple[Piece, ...]] = {}
+    for group in _group_connected(sources):
+        only_moves = all(not isinstance(s, Computed) for n in group for p in files[n][1] for s in p.source)
+        pieces = _invert_group({name: files[name] for name in group}, shapes) if only_moves else None
+        pieces_by_name.update(pieces or {})
+    return pieces_by_name
 
 
-def _inverted(
+def _invert_group(
     files: Mapping[str, tuple[Sequence[int], Sequence[Piece]]], shapes: Mapping[str, Sequence[int]]
 ) -> dict[str, tuple[Piece, ...]] | None:
-    found: dict[str, tuple[Piece, ...]] = {}
-    for target, copies in _by_source(files).items():
+    pieces_by_name: dict[str, tuple[Piece, ...]] = {}
+    for target, copies in _group_by_source(files).items():
         shape = tuple(shapes[target])
-        if not _tiled(copies, prod(shape)):
+        if not _is_tiled(copies, prod(shape)):
             return None
         try:
             # Make pieces of one row, then reshape them to the target.
-            pieces = [p for name, copy in copies for p in _backwards(copy, name, prod(files[name][0]))]
-            found[target] = geometry.reshape(pieces, (prod(shape),), shape)
+            pieces = [p for name, copy in copies for p in _invert_copy(copy, name, prod(files[name][0]))]
+            pieces_by_name[target] = geometry.reshape(pieces, (prod(shape),), shape)
         except ValueError:
             return None
-    return found
+    return pieces_by_name
 
 
-def _backwards(copy: Copy, name: str, numel: int) -> Iterator[Piece]:
+def _invert_copy(copy: Copy, name: str, numel: int) -> Iterator[Piece]:
     """Yield the inverse of a copy: pieces of its source out of the tensor ``name``.
 
     The source is seen as one row. Raises ValueError if that takes more than ``MOST_PIECES``.
@@ -153,7 +153,7 @@ def _backwards(copy: Copy, name: str, numel: int) -> Iterator[Piece]:
         yield Piece((start,), (digits,), (name,), numel, to)
 
 
-def _connected(sources: Mapping[str, Iterable[object]]) -> list[list[str]]:
+def _group_connected(sources: Mapping[str, Iterable[object]]) -> list[list[str]]:
     """Group names that share sources, directly or through other names."""
     # Union-find over targets and sources; the first word of a node distinguishes them.
     parent: dict[object, object] = {}

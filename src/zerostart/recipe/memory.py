@@ -10,9 +10,9 @@ import torch
 from torch._ops import OpOverload
 
 from zerostart.geometry import row_major_strides
-from zerostart.recipe.refusals import by_torch, refusal
-from zerostart.recipe.values import Value, check_layout, constant, depends_on_values, names_of
-from zerostart.recipe.views import Layout
+from zerostart.recipe.refusals import allow_torch_errors, refusal
+from zerostart.recipe.values import Value, check_layout, depends_on_values, list_names, make_constant
+from zerostart.recipe.views import StridedLayout
 from zerostart.upstream.types import Arguments, Keywords
 
 #: The class ``SymbolicTensor``; ``symbolic.py`` defines it and imports this module.
@@ -27,7 +27,7 @@ class Memory:
 
     __slots__ = ("_fill", "_real", "_value", "dtype", "exported", "layout", "overlaps", "version")
 
-    def __init__(self, layout: Layout, dtype: torch.dtype) -> None:
+    def __init__(self, layout: StridedLayout, dtype: torch.dtype) -> None:
         self.layout = layout
         self.dtype = dtype
         #: Number of writes.
@@ -41,25 +41,22 @@ class Memory:
         self._fill: torch.Tensor | None = None
 
     @classmethod
-    def holding(cls, value: Value, strides: Sequence[int] | None = None, offset: int = 0) -> Memory:
+    def of_value(cls, value: Value, strides: Sequence[int] | None = None, offset: int = 0) -> Memory:
         """Create the memory of a tensor with ``value``.
 
         ``strides`` (None: row-major) and ``offset`` of the tensor are in elements.
         """
-        if strides is None and not offset:  # most tensors; saves time
-            made = cls(_row_major(value.shape), value.dtype)
-        else:
-            steps = row_major_strides(value.shape) if strides is None else tuple(strides)
-            made = cls(Layout(value.shape, steps, offset), value.dtype)
-        made._value = value.lying(made.layout.strides)
-        return made
+        steps = row_major_strides(value.shape) if strides is None else tuple(strides)
+        memory = cls(StridedLayout(value.shape, steps, offset), value.dtype)
+        memory._value = value.with_strides(steps)
+        return memory
 
     @classmethod
     def of_constant(cls, real: torch.Tensor) -> Memory:
         """Create the memory of a tensor with elements."""
-        made = cls(Layout(tuple(real.shape), real.stride(), int(real.storage_offset())), real.dtype)
-        made._real = real
-        return made
+        memory = cls(StridedLayout(tuple(real.shape), real.stride(), int(real.storage_offset())), real.dtype)
+        memory._real = real
+        return memory
 
     @classmethod
     def filled(cls, like: torch.Tensor, fill: torch.Tensor) -> Memory:
@@ -67,9 +64,9 @@ class Memory:
 
         It takes no memory until the elements are read.
         """
-        made = cls(Layout(tuple(like.shape), like.stride(), 0), like.dtype)
-        made._fill = fill
-        return made
+        memory = cls(StridedLayout(tuple(like.shape), like.stride(), 0), like.dtype)
+        memory._fill = fill
+        return memory
 
     @property
     def is_constant(self) -> bool:
@@ -93,15 +90,16 @@ class Memory:
         """Contents of the memory."""
         if self._real is not None and (self._value is None or self.exported):
             # Copy: torch may write into `real` later, and a value never changes.
-            self._value = constant(self._real.clone()).lying(self.layout.strides)
+            self._value = make_constant(self._real.clone()).with_strides(self.layout.strides)
         elif self._value is None:
             assert self._fill is not None, "a memory holds something"
-            self._value = constant(self._fill.expand(self.layout.shape)).lying(self.layout.strides)
+            filled = make_constant(self._fill.expand(self.layout.shape))
+            self._value = filled.with_strides(self.layout.strides)
         return self._value
 
     def hold(self, value: Value) -> None:
         """Replace the contents."""
-        self._value, self._real, self._fill = value.lying(self.layout.strides), None, None
+        self._value, self._real, self._fill = value.with_strides(self.layout.strides), None, None
         self.version += 1
 
     def touch(self) -> None:
@@ -111,17 +109,12 @@ class Memory:
 
     def copy(self) -> Memory:
         """Copy the memory and its contents."""
-        made = Memory(self.layout, self.dtype)
-        made._value = self.value
-        made._real = None if self._real is None else self._real.clone()
-        made._fill = self._fill
-        made.version, made.overlaps = self.version, self.overlaps
-        return made
-
-
-@functools.lru_cache(maxsize=4096)
-def _row_major(shape: tuple[int, ...]) -> Layout:
-    return Layout(shape, row_major_strides(shape), 0)
+        memory = Memory(self.layout, self.dtype)
+        memory._value = self.value
+        memory._real = None if self._real is None else self._real.clone()
+        memory._fill = self._fill
+        memory.version, memory.overlaps = self.version, self.overlaps
+        return memory
 
 
 # Operands of one operator on symbolic tensors.
@@ -141,7 +134,7 @@ _INDEXED = {
 
 
 @functools.cache
-def writes(func: OpOverload) -> bool:
+def is_write(func: OpOverload) -> bool:
     """Return True if an operator writes into operands."""
     return bool(func._schema.is_mutable)
 
@@ -153,27 +146,27 @@ def is_view(func: OpOverload) -> bool:
     return func in UNSAID_VIEWS or (bool(returns) and returns[0].alias_info is not None)
 
 
-def tensors_in(values: Any) -> Iterator[torch.Tensor]:
+def iter_tensors(values: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors among arguments, also those in lists."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
         elif isinstance(value, (list, tuple)) or type(value) is type({}.values()):
-            yield from tensors_in(value)
+            yield from iter_tensors(value)
 
 
-def mapped(value: object, change: Callable[[torch.Tensor], object]) -> Any:
+def map_tensors(value: object, change: Callable[[torch.Tensor], object]) -> Any:
     """Apply ``change`` to tensors, also to those in lists and dictionaries."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, (list, tuple)):
-        return type(value)(mapped(inner, change) for inner in value)
+        return type(value)(map_tensors(inner, change) for inner in value)
     if isinstance(value, dict):
-        return {key: mapped(inner, change) for key, inner in value.items()}
+        return {key: map_tensors(inner, change) for key, inner in value.items()}
     return value
 
 
-def constant_of(cls: SymbolClass, real: torch.Tensor) -> Any:
+def make_symbolic(cls: SymbolClass, real: torch.Tensor) -> Any:
     """Make a symbolic constant of a tensor; a tensor without elements is returned unchanged."""
     if real.device.type == "meta" or real.layout != torch.strided:
         return real
@@ -185,7 +178,7 @@ def constant_of(cls: SymbolClass, real: torch.Tensor) -> Any:
     return cls(memory)
 
 
-def fill_of(func: OpOverload, args: Sequence[object]) -> Any:
+def get_fill_value(func: OpOverload, args: Sequence[object]) -> Any:
     """Return the value that a factory fills its result with; None for other operators."""
     name = func._schema.name.removeprefix("aten::").removeprefix("new_").removesuffix("_like")
     if name == "full":
@@ -193,17 +186,17 @@ def fill_of(func: OpOverload, args: Sequence[object]) -> Any:
     return {"empty": 0, "empty_strided": 0, "new_empty_strided": 0, "zeros": 0, "ones": 1}.get(name)
 
 
-def reals(cls: SymbolClass, values: object) -> Any:
+def take_elements(cls: SymbolClass, values: object) -> Any:
     """Replace constants among arguments by their elements."""
-    return mapped(values, lambda t: t.elements if isinstance(t, cls) else t)
+    return map_tensors(values, lambda t: t.elements if isinstance(t, cls) else t)
 
 
-def all_constant(cls: SymbolClass, tensors: Sequence[object]) -> bool:
+def are_constant(cls: SymbolClass, tensors: Sequence[object]) -> bool:
     """Return True if all elements of all tensors are known."""
     return all(not isinstance(t, cls) or t.memory.is_constant for t in tensors)
 
 
-def on_meta(cls: SymbolClass, func: OpOverload, args: Arguments, kwargs: Keywords) -> Any:
+def run_on_meta(cls: SymbolClass, func: OpOverload, args: Arguments, kwargs: Keywords) -> Any:
     """Run torch's meta kernel, for shapes, strides, dtypes and errors of wrong ones.
 
     Raises ConversionError if torch needs values for that.
@@ -211,62 +204,62 @@ def on_meta(cls: SymbolClass, func: OpOverload, args: Arguments, kwargs: Keyword
 
     def twin(t: Any) -> torch.Tensor:
         if isinstance(t, cls):
-            found: torch.Tensor = t.meta
-            return found
+            meta: torch.Tensor = t.meta
+            return meta
         return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
 
     # Quantised tensors have scales, which no meta kernel has.
     if torch.Tag.data_dependent_output in func.tags or func._schema.name.startswith("aten::quantize"):
         raise depends_on_values(func, args, list(kwargs.values()))
-    twins, named = mapped(args, twin), mapped(kwargs, twin)
+    twins, named = map_tensors(args, twin), map_tensors(kwargs, twin)
     # "cpu" or "the device of the weight" means the twin's device here.
     if named.get("device") is not None:
         named["device"] = torch.device("meta")
-    with by_torch():
+    with allow_torch_errors():
         try:
-            made = func(*twins, **named)
+            result = func(*twins, **named)
         except RuntimeError as error:
             if _DEPENDS & set(func.tags):
                 raise depends_on_values(func, args) from error
             # Eager torch has no such error, so the converter must not catch it.
             if isinstance(error, NotImplementedError):
                 raise refusal(
-                    f"the conversion of {names_of(args)} calls {func}, and torch cannot determine the "
+                    f"the conversion of {list_names(args)} calls {func}, and torch cannot determine the "
                     f"result's shape without values: {error}"
                 ) from error
             raise
-    check_layout(func, [*tensors_in((twins, named.values()))], args)
-    return made
+    check_layout(func, [*iter_tensors((twins, named.values()))], args)
+    return result
 
 
-def valued(cls: SymbolClass, values: object) -> Any:
+def take_values(cls: SymbolClass, values: object) -> Any:
     """Replace tensors among arguments by their values, for the handlers of operators."""
 
     def own(t: torch.Tensor) -> Value:
         if isinstance(t, cls):
-            found: Value = t.value
-            return found
+            value: Value = t.value
+            return value
         if t.device.type == "meta":
             raise refusal(
                 "a conversion takes a tensor that is on the meta device, and has no elements; make it with "
                 'device="cpu"'
             )
         # Copy: code outside the conversion may change the tensor later.
-        return constant(t.detach().clone()).lying(t.stride())
+        return make_constant(t.detach().clone()).with_strides(t.stride())
 
-    return mapped(values, own)
+    return map_tensors(values, own)
 
 
-def counted(cls: SymbolClass, func: OpOverload, args: Arguments) -> tuple[object, ...]:
+def number_masks(cls: SymbolClass, func: OpOverload, args: Arguments) -> tuple[object, ...]:
     """Replace constant masks among the indices of an indexing operator by row numbers."""
     if func not in _INDEXED:
         return args
     indices: list[object] = []
     for index in args[1]:
         masks = isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
-        if masks and all_constant(cls, [index]):
-            real = reals(cls, index)
-            indices += [constant_of(cls, rows) for rows in real.nonzero(as_tuple=True)]
+        if masks and are_constant(cls, [index]):
+            real = take_elements(cls, index)
+            indices += [make_symbolic(cls, rows) for rows in real.nonzero(as_tuple=True)]
         else:
             indices.append(index)
     return (args[0], indices, *args[2:])

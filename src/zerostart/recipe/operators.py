@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from zerostart import geometry
-from zerostart.recipe.values import HANDLERS, Computed, Value, computed, constant
+from zerostart.recipe.values import HANDLERS, Computed, Value, compute_one, make_constant
 
 aten = torch.ops.aten
 H = TypeVar("H", bound=Callable[..., Any])
@@ -32,7 +32,7 @@ def _dim(t: Value, dim: int, extra: int = 0) -> int:
     return dim % rank if rank else 0
 
 
-def _same(t: Value, pieces: Sequence[geometry.Piece], shape: Sequence[int]) -> Value:
+def _replace_pieces(t: Value, pieces: Sequence[geometry.Piece], shape: Sequence[int]) -> Value:
     return Value(tuple(pieces), tuple(shape), t.dtype, t.stored)
 
 
@@ -48,7 +48,7 @@ def cast(t: Value, dtype: torch.dtype | None = None, **_: object) -> Value:
         return t
     # The earlier cast has lost digits, so it is computed; only the new one is noted.
     if t.rounds(dtype):
-        t = computed(aten._to_copy.default, t, dtype=t.dtype)
+        t = compute_one(aten._to_copy.default, t, dtype=t.dtype)
     return Value(t.pieces, t.shape, dtype, t.stored)
 
 
@@ -63,18 +63,18 @@ def reshape(t: Value, size: Sequence[int]) -> Value:
     target = list(size)
     if -1 in target:
         # One size may be -1, as in torch.
-        known = prod(s for s in target if s != -1)
-        target[target.index(-1)] = t.numel() // known if known else 0
+        product = prod(s for s in target if s != -1)
+        target[target.index(-1)] = t.numel() // product if product else 0
     if prod(target) != t.numel():
         raise RuntimeError(f"shape {list(size)} is invalid for input of size {t.numel()}")
-    return _same(t, geometry.reshape(t.pieces, t.shape, target), target)
+    return _replace_pieces(t, geometry.reshape(t.pieces, t.shape, target), target)
 
 
 @_handles(aten.permute.default)
 def permute(t: Value, dims: Sequence[int]) -> Value:
     """Permute dimensions. Raises IndexError for a missing one."""
     order = [_dim(t, d) for d in dims]
-    return _same(t, geometry.permute(t.pieces, order), [t.shape[d] for d in order])
+    return _replace_pieces(t, geometry.permute(t.pieces, order), [t.shape[d] for d in order])
 
 
 @_handles(aten.transpose.int)
@@ -92,15 +92,15 @@ def _t(t: Value) -> Value:
 
 
 @_handles(aten.slice.Tensor)
-def slice_of(
+def take_slice(
     t: Value, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> Value:
     """Slice ``start:end:step`` along ``dim``. Raises IndexError for a missing dimension."""
     dim = _dim(t, dim)
-    kept = range(t.shape[dim])[slice(start, end, step)]
+    rows = range(t.shape[dim])[slice(start, end, step)]
     shape = list(t.shape)
-    shape[dim] = len(kept)
-    return _same(t, geometry.crop(t.pieces, dim, kept.start, kept.stop, step), shape)
+    shape[dim] = len(rows)
+    return _replace_pieces(t, geometry.crop(t.pieces, dim, rows.start, rows.stop, step), shape)
 
 
 @_handles(aten.select.int)
@@ -109,21 +109,21 @@ def _select(t: Value, dim: int, index: int) -> Value:
     if not -t.shape[dim] <= index < t.shape[dim]:
         raise IndexError(f"index {index} is out of range for dimension {dim} of size {t.shape[dim]}")
     index %= t.shape[dim]
-    return _squeeze_dims(slice_of(t, dim, index, index + 1), [dim])
+    return _squeeze_dims(take_slice(t, dim, index, index + 1), [dim])
 
 
 @_handles(aten.unsqueeze.default)
 def _unsqueeze(t: Value, dim: int) -> Value:
     at = _dim(t, dim, extra=1)
     shape = [*t.shape[:at], 1, *t.shape[at:]]
-    return _same(t, geometry.insert_axis(t.pieces, at), shape)
+    return _replace_pieces(t, geometry.insert_axis(t.pieces, at), shape)
 
 
 @_handles(aten.squeeze.dims)
 def _squeeze_dims(t: Value, dims: Sequence[int]) -> Value:
-    gone = {_dim(t, d) for d in dims}
-    shape = [size for d, size in enumerate(t.shape) if not (d in gone and size == 1)]
-    return _same(t, geometry.reshape(t.pieces, t.shape, shape), shape)
+    squeezed = {_dim(t, d) for d in dims}
+    shape = [size for d, size in enumerate(t.shape) if not (d in squeezed and size == 1)]
+    return _replace_pieces(t, geometry.reshape(t.pieces, t.shape, shape), shape)
 
 
 @_handles(aten.squeeze.default)
@@ -144,7 +144,7 @@ def expand(t: Value, size: Sequence[int], *, implicit: bool = False) -> Value:
     shape = [1] * lead + list(t.shape)
     target = [old if new == -1 else new for old, new in zip(shape, size, strict=True)]
     pieces = geometry.reshape(t.pieces, t.shape, shape)
-    return _same(t, geometry.broadcast(pieces, shape, target), target)
+    return _replace_pieces(t, geometry.broadcast(pieces, shape, target), target)
 
 
 @_handles(aten.repeat.default)
@@ -153,7 +153,7 @@ def _repeat(t: Value, repeats: Sequence[int]) -> Value:
     result = reshape(t, [1] * lead + list(t.shape)) if lead else t
     for dim, times in enumerate(repeats):
         if times == 0:
-            result = slice_of(result, dim, 0, 0)
+            result = take_slice(result, dim, 0, 0)
         elif times != 1:
             result = cat([result] * times, dim)
     return result
@@ -178,7 +178,7 @@ def cat(tensors: Sequence[Value], dim: int = 0) -> Value:
     shape[dim] = sum(t.shape[dim] for t in parts)
     parts = [t if t.dtype == dtype else cast(t, dtype) for t in parts]
     pieces = geometry.concatenate([(t.pieces, t.shape[dim]) for t in parts], dim)
-    return Value(pieces, tuple(shape), dtype, _stored(parts))
+    return Value(pieces, tuple(shape), dtype, _union_stored(parts))
 
 
 @_handles(aten.stack.default)
@@ -192,10 +192,10 @@ def stack(tensors: Sequence[Value], dim: int = 0) -> Value:
     dtype = functools.reduce(torch.promote_types, {t.dtype for t in tensors})
     tensors = [t if t.dtype == dtype else cast(t, dtype) for t in tensors]
     pieces = geometry.stack([t.pieces for t in tensors], at)
-    return Value(pieces, (*size[:at], len(tensors), *size[at:]), dtype, _stored(tensors))
+    return Value(pieces, (*size[:at], len(tensors), *size[at:]), dtype, _union_stored(tensors))
 
 
-def _stored(tensors: Sequence[Value]) -> frozenset[torch.dtype]:
+def _union_stored(tensors: Sequence[Value]) -> frozenset[torch.dtype]:
     return frozenset().union(*{t.stored for t in tensors})
 
 
@@ -203,7 +203,7 @@ def _stored(tensors: Sequence[Value]) -> frozenset[torch.dtype]:
 def _flip(t: Value, dims: Sequence[int]) -> Value:
     for dim in dims if t.numel() > 1 else ():
         # One piece for each row: pieces have no negative strides.
-        rows = [slice_of(t, dim, i, i + 1) for i in reversed(range(t.shape[_dim(t, dim)]))]
+        rows = [take_slice(t, dim, i, i + 1) for i in reversed(range(t.shape[_dim(t, dim)]))]
         t = cat(rows, dim)
     return t
 
@@ -215,7 +215,7 @@ def _roll(t: Value, shifts: Sequence[int], dims: Sequence[int] = ()) -> Value:
     for by, dim in zip(shifts, dims, strict=True) if t.numel() else ():
         # Cut, and put the second part first.
         at = -by % t.shape[_dim(t, dim)]
-        t = cat([slice_of(t, dim, at), slice_of(t, dim, 0, at)], dim)
+        t = cat([take_slice(t, dim, at), take_slice(t, dim, 0, at)], dim)
     return t
 
 
@@ -231,23 +231,23 @@ def slice_scatter(
     """Replace the slice ``start:end:step`` along ``dim`` by ``src``. Raises IndexError."""
     dim = _dim(t, dim)
     size = t.shape[dim]
-    kept = range(size)[slice(start, end, step)]
+    replaced = range(size)[slice(start, end, step)]
     src = cast(src, t.dtype)
-    if not kept:
+    if not replaced:
         return t
     if step == 1:
-        return cat([slice_of(t, dim, 0, kept.start), src, slice_of(t, dim, kept.stop)], dim)
+        return cat([take_slice(t, dim, 0, replaced.start), src, take_slice(t, dim, replaced.stop)], dim)
     # Rows at equal distance after the written ones form one strided slice each.
-    rows = [slice_of(t, dim, 0, kept[0])]
-    last = kept[-1] + 1
-    whole = len(kept) - 1
-    between = [slice_of(t, dim, kept[0] + r, last, step) for r in range(1, step)] if whole else []
-    body = stack([slice_of(src, dim, 0, whole), *between], dim + 1) if whole else None
+    rows = [take_slice(t, dim, 0, replaced[0])]
+    last = replaced[-1] + 1
+    whole = len(replaced) - 1
+    between = [take_slice(t, dim, replaced[0] + r, last, step) for r in range(1, step)] if whole else []
+    body = stack([take_slice(src, dim, 0, whole), *between], dim + 1) if whole else None
     if body is not None:
         shape = [*t.shape[:dim], whole * step, *t.shape[dim + 1 :]]
         rows.append(reshape(body, shape))
     # The last written row, and the rest of the tensor.
-    rows += [slice_of(src, dim, whole), slice_of(t, dim, last)]
+    rows += [take_slice(src, dim, whole), take_slice(t, dim, last)]
     return cat(rows, dim)
 
 
@@ -266,10 +266,10 @@ def _pad(t: Value, pad: Sequence[int], value: float = 0) -> Value:
         dim = t.dim() - 1 - number
         for by, after in ((pad[2 * number], False), (pad[2 * number + 1], True)):
             if by < 0:
-                t = slice_of(t, dim, 0, t.shape[dim] + by) if after else slice_of(t, dim, -by)
+                t = take_slice(t, dim, 0, t.shape[dim] + by) if after else take_slice(t, dim, -by)
             elif by:
                 shape = [*t.shape[:dim], by, *t.shape[dim + 1 :]]
-                filled = constant(torch.full((), value, dtype=t.dtype, device="cpu").expand(shape))
+                filled = make_constant(torch.full((), value, dtype=t.dtype, device="cpu").expand(shape))
                 t = cat([t, filled] if after else [filled, t], dim)
     return t
 
@@ -283,22 +283,22 @@ def _zero(t: Value) -> Value:
 def _fill(t: Value, value: Any) -> Value:
     if not isinstance(value, Value):
         # Fill in the final dtype: torch's default dtype would lose digits of a float64.
-        value = constant(torch.empty((), dtype=t.dtype, device="cpu").fill_(value))
+        value = make_constant(torch.empty((), dtype=t.dtype, device="cpu").fill_(value))
     return expand(cast(value, t.dtype), t.shape)
 
 
 @_handles(aten.index.Tensor)
 def _index(t: Value, indices: Sequence[Value | None]) -> Value:
-    given = [dim for dim, index in enumerate(indices) if index is not None]
-    index = indices[given[0]]
+    indexed = [dim for dim, index in enumerate(indices) if index is not None]
+    index = indices[indexed[0]]
     assert index is not None, "an index was given"
     # Several indices, indices of several dimensions and indices from weights are computed.
-    if len(given) > 1 or index.dim() != 1 or _value(index) is None:
-        return computed(aten.index.Tensor, t, list(indices))
-    return _take(t, given[0], index)
+    if len(indexed) > 1 or index.dim() != 1 or _get_elements(index) is None:
+        return compute_one(aten.index.Tensor, t, list(indices))
+    return _select_rows(t, indexed[0], index)
 
 
-def _value(t: Value) -> torch.Tensor | None:
+def _get_elements(t: Value) -> torch.Tensor | None:
     """Return the elements of a constant; None for a tensor of the checkpoint."""
     source = t.pieces[0].source[0] if len(t.pieces) == 1 else None
     if not isinstance(source, Computed) or t.pieces != geometry.whole(source, tuple(t.shape)):
@@ -307,11 +307,11 @@ def _value(t: Value) -> torch.Tensor | None:
 
 
 @_handles(aten.index_select.default)
-def _take(t: Value, dim: int, index: Value) -> Value:
+def _select_rows(t: Value, dim: int, index: Value) -> Value:
     """Select rows by a constant index, as runs of rows."""
-    dim, values = _dim(t, dim), _value(index)
+    dim, values = _dim(t, dim), _get_elements(index)
     if values is None:
-        return computed(aten.index_select.default, t, dim, index)
+        return compute_one(aten.index_select.default, t, dim, index)
     rows = range(t.shape[dim])
     # A mask selects the row numbers where it is true.
     numbers = values.nonzero()[:, 0] if values.dtype in (torch.bool, torch.uint8) else values
@@ -321,4 +321,4 @@ def _take(t: Value, dim: int, index: Value) -> Value:
             runs[-1] = (runs[-1][0], row + 1)
         else:
             runs.append((row, row + 1))
-    return cat([slice_of(t, dim, first, stop) for first, stop in runs] or [slice_of(t, dim, 0, 0)], dim)
+    return cat([take_slice(t, dim, first, stop) for first, stop in runs] or [take_slice(t, dim, 0, 0)], dim)

@@ -118,25 +118,25 @@ class Coverage:
             f"{name} is {list(have)} in the checkpoint and {list(want)} in the model"
             for name, (have, want) in self.mismatched.items()
         ]
-        lines += _listed("mismatched", shapes)
+        lines += _list_some("mismatched", shapes)
         if strict:
-            lines += _listed(
-                "missing", [self._with_nearest(name) for name in self.missing[:SHOWN]], self.missing
+            lines += _list_some(
+                "missing", [self._suggest_nearest(name) for name in self.missing[:SHOWN]], self.missing
             )
-            lines += _listed("unexpected", self.unexpected[:SHOWN], self.unexpected)
-        lines.append(self._remedy(converted))
+            lines += _list_some("unexpected", self.unexpected[:SHOWN], self.unexpected)
+        lines.append(self._suggest_remedy(converted))
         raise CoverageError(lines, self.missing, self.unexpected, self.mismatched)
 
-    def _with_nearest(self, name: str) -> str:
+    def _suggest_nearest(self, name: str) -> str:
         # Limit the number of names: the search takes time proportional to their product.
         close = get_close_matches(name, self.unexpected[:5000], n=1, cutoff=0.75)
         return f"{name} (the checkpoint has {close[0]})" if close else name
 
-    def _remedy(self, converted: bool) -> str:
+    def _suggest_remedy(self, converted: bool) -> str:
         lenient = ", or pass strict=False to initialise what is missing and to ignore what is unexpected."
         if converted:
-            rest = "." if self.mismatched else lenient
-            return f"What the converter returns has to have the model's names and shapes{rest}"
+            ending = "." if self.mismatched else lenient
+            return f"What the converter returns has to have the model's names and shapes{ending}"
         if self.mismatched:
             return (
                 "Shapes must agree: check that the model's configuration is the one of this checkpoint, "
@@ -156,10 +156,10 @@ def _partition(names: Sequence[str], patterns: Iterable[str]) -> tuple[tuple[str
     )
 
 
-def _listed(kind: str, shown: Sequence[str], of: Sequence[str] | None = None) -> list[str]:
+def _list_some(kind: str, shown: Sequence[str], of: Sequence[str] | None = None) -> list[str]:
     total = len(shown if of is None else of)
     if not total:
         return []
-    rest = total - min(total, SHOWN)
-    tail = [f"    ... and {rest} more"] if rest else []
+    hidden = total - min(total, SHOWN)
+    tail = [f"    ... and {hidden} more"] if hidden else []
     return [f"  {kind} ({total}):", *(f"    {line}" for line in shown[:SHOWN]), *tail]

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from zerostart.errors import ConversionError
 from zerostart.recipe.record import record
-from zerostart.recipe.refusals import refusal, refusals_count
-from zerostart.recipe.symbolic import SymbolicTensor, constants_become_real
+from zerostart.recipe.refusals import raise_refusals, refusal
+from zerostart.recipe.symbolic import SymbolicTensor, materialise_constants
 from zerostart.upstream.torch.tensors import asks_for_memory
 from zerostart.upstream.types import Arguments, Keywords
 
@@ -38,7 +38,7 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch l
         return record(SymbolicTensor, func, args, kwargs or {})
 
 
-def recorded(name: str, function: Callable[[], T]) -> T:
+def trace_call(name: str, function: Callable[[], T]) -> T:
     """Run ``function``, code of the converter ``name``, on symbolic tensors.
 
     Raises ConversionError for an operator that cannot be followed, even if the converter catches the error,
@@ -49,9 +49,9 @@ def recorded(name: str, function: Callable[[], T]) -> T:
     # Outermost first: refusals are raised even if the converter catches them; constants that it keeps get
     # elements after recording ends; torch's factories make constants.
     recording = _Recording()  # type: ignore[no-untyped-call]
-    with refusals_count(), constants_become_real(), recording:
+    with raise_refusals(), materialise_constants(), recording:
         try:
-            made = function()
+            result = function()
         except RuntimeError as error:
             if not asks_for_memory(error):
                 raise
@@ -61,11 +61,11 @@ def recorded(name: str, function: Callable[[], T]) -> T:
                 f"have no data; leave this out of the conversion ({first})"
             ) from error
     # Other threads may draw from the same generator, such as an engine that generates text.
-    alone = threading.active_count() == 1
-    if (recording.draws or alone) and not torch.equal(randomness, torch.get_rng_state()):
+    is_only_thread = threading.active_count() == 1
+    if (recording.draws or is_only_thread) and not torch.equal(randomness, torch.get_rng_state()):
         torch.set_rng_state(randomness)
         raise ConversionError(
             f"{name} draws random numbers, which would differ from rank to rank; leave out the "
             "tensors that it makes of them, and pass strict=False to have them initialised"
         )
-    return made
+    return result

@@ -2,7 +2,7 @@
 
 A converter may catch a refusal and continue in another way than with real tensors. Its result would be wrong.
 So each refusal is recorded, and raised again when the conversion ends. Errors that are not torch's own become
-refusals too (``ours_are_refused``).
+refusals too (``refuse_own_errors``).
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from zerostart.errors import ConversionError
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Noted = list[ConversionError]
+Refusals = list[ConversionError]
 
-_NOTED: ContextVar[Noted | None] = ContextVar("refusals", default=None)
-_OPEN: list[Noted] = []
+_REFUSALS: ContextVar[Refusals | None] = ContextVar("refusals", default=None)
+_OPEN: list[Refusals] = []
 _LOCK = threading.Lock()
 #: Types of torch's own errors for a wrong call.
 _OF_TORCH = (RuntimeError, IndexError, TypeError, ValueError)
@@ -32,38 +32,38 @@ def refusal(message: str) -> ConversionError:
     Threads that a converter starts inherit no context, so their refusals count for every running conversion.
     """
     error = ConversionError(message)
-    own = _NOTED.get()
+    own = _REFUSALS.get()
     with _LOCK:
-        for noted in _OPEN if own is None else (own,):
-            noted.append(error)
+        for refusals in _OPEN if own is None else (own,):
+            refusals.append(error)
     return error
 
 
 @contextlib.contextmanager
-def refusals_count() -> Iterator[None]:
+def raise_refusals() -> Iterator[None]:
     """Raise a refusal again at the end if the code inside caught it."""
-    noted: Noted = []
-    token = _NOTED.set(noted)
+    refusals: Refusals = []
+    token = _REFUSALS.set(refusals)
     with _LOCK:
-        _OPEN.append(noted)
+        _OPEN.append(refusals)
     try:
         yield
     except ConversionError:
         raise
     except Exception as error:
-        if noted:
-            raise noted[0] from error  # the error that followed from the refusal
+        if refusals:
+            raise refusals[0] from error  # the error that followed from the refusal
         raise
     finally:
-        _NOTED.reset(token)
+        _REFUSALS.reset(token)
         with _LOCK:
-            _OPEN[:] = [other for other in _OPEN if other is not noted]
-    if noted:
-        raise noted[0]
+            _OPEN[:] = [other for other in _OPEN if other is not refusals]
+    if refusals:
+        raise refusals[0]
 
 
 class _Torchs(Exception):
-    """Carry torch's own error past ``ours_are_refused``."""
+    """Carry torch's own error past ``refuse_own_errors``."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
@@ -71,8 +71,8 @@ class _Torchs(Exception):
 
 
 @contextlib.contextmanager
-def by_torch() -> Iterator[None]:
-    """Pass torch's own errors to the converter unchanged, inside ``ours_are_refused``."""
+def allow_torch_errors() -> Iterator[None]:
+    """Pass torch's own errors to the converter unchanged, inside ``refuse_own_errors``."""
     try:
         yield
     except ConversionError:
@@ -81,7 +81,7 @@ def by_torch() -> Iterator[None]:
         raise _Torchs(error) from error
 
 
-def ours_are_refused(function: Callable[P, T]) -> Callable[P, T]:
+def refuse_own_errors(function: Callable[P, T]) -> Callable[P, T]:
     """Turn every error of ``function`` that is not torch's own into a refusal."""
 
     def guarded(*args: P.args, **kwargs: P.kwargs) -> T:

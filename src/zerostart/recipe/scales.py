@@ -9,7 +9,7 @@ import torch
 
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.errors import ConversionError
-from zerostart.recipe.stored import symbols_of
+from zerostart.recipe.stored import make_symbols
 from zerostart.recipe.symbolic import SymbolicTensor
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -23,24 +23,24 @@ _OF_WEIGHT = re.compile(
 _OF_TENSOR = re.compile(r"(.+?)(_scale|_scale_inv|_zero_point|\.absmax|\.quant_map|\.quant_state\..+)")
 
 
-def dequantised_symbols(catalog: Catalog, targets: Collection[str]) -> dict[str, SymbolicTensor]:
+def dequantise_symbols(catalog: Catalog, targets: Collection[str]) -> dict[str, SymbolicTensor]:
     """Return the checkpoint's tensors, those with a scale multiplied by it.
 
     A name in ``targets`` belongs to the model itself. Raises ConversionError for other quantised tensors,
     whose stored numbers are not the weights.
     """
-    symbols = symbols_of(catalog)
-    owners = {name: owner for name in symbols if name not in targets and (owner := _owner(name, symbols))}
-    found = {name: owner for name, owner in owners.items() if owner in symbols or owner in targets}
+    symbols = make_symbols(catalog)
+    owners = {name: owner for name in symbols if name not in targets and (owner := _owner_of(name, symbols))}
+    quantised = {name: owner for name, owner in owners.items() if owner in symbols or owner in targets}
     scaled: dict[str, SymbolicTensor] = {}
-    for name, owner in found.items():
+    for name, owner in quantised.items():
         weight, scale = symbols.get(owner), symbols[name]
-        if _is_scale(name, owner) and weight is not None and (shape := _broadcast(weight, scale)) is not None:
+        if _is_scale(name, owner) and weight is not None and (shape := _shape_for(weight, scale)) is not None:
             scaled[owner] = weight.to(torch.float32) * scale.to(torch.float32).view(shape)  # type: ignore[assignment]
-    for name, owner in found.items():
-        known = _is_scale(name, owner) or name.rpartition(".")[2] in _HINTS
-        scales = [other for other, whose in found.items() if whose == owner and _is_scale(other, owner)]
-        if owner not in scaled or not known or len(scales) > 1:
+    for name, owner in quantised.items():
+        is_known = _is_scale(name, owner) or name.rpartition(".")[2] in _HINTS
+        scales = [other for other, whose in quantised.items() if whose == owner and _is_scale(other, owner)]
+        if owner not in scaled or not is_known or len(scales) > 1:
             kinds = [str(symbols[one].dtype) for one in (name, owner) if one in symbols]
             raise ConversionError(
                 f"{name} ({', of '.join(kinds)}) belongs to the quantised tensor {owner}, whose stored "
@@ -52,11 +52,11 @@ def dequantised_symbols(catalog: Catalog, targets: Collection[str]) -> dict[str,
     return {
         name: scaled.get(name, symbol)
         for name, symbol in symbols.items()
-        if name not in found and name.rpartition(".")[2] not in marker
+        if name not in quantised and name.rpartition(".")[2] not in marker
     }
 
 
-def _owner(name: str, symbols: Mapping[str, SymbolicTensor]) -> str | None:
+def _owner_of(name: str, symbols: Mapping[str, SymbolicTensor]) -> str | None:
     if beside := _OF_WEIGHT.fullmatch(name):
         return f"{beside[1] or ''}weight"
     if after := _OF_TENSOR.fullmatch(name):
@@ -71,7 +71,7 @@ def _is_scale(name: str, owner: str) -> bool:
     return name.rpartition(".")[2] in _SCALES or name == f"{owner}_scale"
 
 
-def _broadcast(weight: SymbolicTensor, scale: SymbolicTensor) -> list[int] | None:
+def _shape_for(weight: SymbolicTensor, scale: SymbolicTensor) -> list[int] | None:
     """Return the shape in which ``scale`` multiplies ``weight``; None for an unknown layout."""
     if weight.dtype not in _FLOAT8 or not scale.dtype.is_floating_point:
         return None

@@ -17,22 +17,22 @@ from zerostart.recipe.symbolic import SymbolicTensor
 from zerostart.recipe.values import Value
 
 
-def symbols_of(catalog: Catalog) -> dict[str, SymbolicTensor]:
+def make_symbols(catalog: Catalog) -> dict[str, SymbolicTensor]:
     """Return a symbolic tensor for each tensor of the checkpoint, by name.
 
     Raises CheckpointError for a dtype that torch does not have.
     """
-    made: dict[str, SymbolicTensor] = {}
+    symbols: dict[str, SymbolicTensor] = {}
     storages: dict[tuple[int, int], list[TensorEntry]] = {}
     for name, tensor in catalog.weights.items():
         # Assembled from several files, so no other tensor is a view of its storage.
         if isinstance(tensor, Assembled):
             value = Value(tensor.pieces, tensor.shape, torch_dtype(tensor.dtype, tensor.name))
-            made[name] = SymbolicTensor(Memory.holding(value))
+            symbols[name] = SymbolicTensor(Memory.of_value(value))
         elif tensor.same_as in catalog.weights:
             continue  # a second name of another tensor
         elif not tensor.numel:
-            made[name] = _alone(tensor)
+            symbols[name] = _separate_symbol(tensor)
         else:
             # Offset of the storage in the file, which identifies views of one storage.
             begin = tensor.offset - tensor.storage_offset * DTYPE_BITS[tensor.dtype] // 8
@@ -40,23 +40,23 @@ def symbols_of(catalog: Catalog) -> dict[str, SymbolicTensor]:
     for entries in storages.values():
         for entry in entries:
             others = (other.name for other in entries if other is not entry)
-            made[entry.name] = _alone(entry, overlaps=next(others, None))
+            symbols[entry.name] = _separate_symbol(entry, overlaps=next(others, None))
     for name, tensor in catalog.weights.items():
-        if isinstance(tensor, TensorEntry) and tensor.same_as in made:
+        if isinstance(tensor, TensorEntry) and tensor.same_as in symbols:
             # After the loop over storages, so that the first name is there.
-            made[name] = made[tensor.same_as]
-    return {name: made[name] for name in catalog.weights}
+            symbols[name] = symbols[tensor.same_as]
+    return {name: symbols[name] for name in catalog.weights}
 
 
-def copies_of(symbols: Mapping[str, SymbolicTensor]) -> dict[str, SymbolicTensor]:
+def copy_symbols(symbols: Mapping[str, SymbolicTensor]) -> dict[str, SymbolicTensor]:
     """Copy the tensors with their sharing, for code that may write into them."""
     return copy.deepcopy(dict(symbols))
 
 
-def _alone(entry: TensorEntry, overlaps: str | None = None) -> SymbolicTensor:
+def _separate_symbol(entry: TensorEntry, overlaps: str | None = None) -> SymbolicTensor:
     """Make a tensor with memory that no other symbolic tensor shares."""
     pieces = geometry.whole(entry.name, entry.shape, entry.strides)
     value = Value(pieces, entry.shape, torch_dtype(entry.dtype, entry.name))
-    memory = Memory.holding(value, entry.strides, entry.storage_offset)
+    memory = Memory.of_value(value, entry.strides, entry.storage_offset)
     memory.overlaps = overlaps
     return SymbolicTensor(memory)

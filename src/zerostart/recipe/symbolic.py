@@ -24,9 +24,9 @@ from torch._ops import OpOverload
 from zerostart import geometry
 from zerostart.recipe.memory import Memory
 from zerostart.recipe.record import record
-from zerostart.recipe.refusals import ours_are_refused, refusal
-from zerostart.recipe.values import Value, constant, names_of
-from zerostart.recipe.views import Layout, Step
+from zerostart.recipe.refusals import refusal, refuse_own_errors
+from zerostart.recipe.values import Value, list_names, make_constant
+from zerostart.recipe.views import Step, StridedLayout
 from zerostart.upstream.torch.tensors import become_wrapper, make_wrapper, without_dispatch
 from zerostart.upstream.types import Arguments, Keywords
 
@@ -46,10 +46,10 @@ _MEMORY = (
 )
 
 
-def _refuses(name: str) -> Callable[..., object]:
+def _make_refusal(name: str) -> Callable[..., object]:
     def refuse(self: object, *_: object, **__: object) -> Any:
         raise refusal(
-            f"the conversion of {names_of(self)} asks for the memory of a tensor ({name}), but a "
+            f"the conversion of {list_names(self)} asks for the memory of a tensor ({name}), but a "
             "conversion is traced with tensors that have no data; leave this out of the "
             "conversion"
         )
@@ -62,33 +62,33 @@ _CONSTANTS: ContextVar[list[weakref.ref[SymbolicTensor]] | None] = ContextVar("c
 
 
 @contextlib.contextmanager
-def constants_become_real() -> Iterator[None]:
+def materialise_constants() -> Iterator[None]:
     """Turn constants that outlive the context into ordinary tensors.
 
     They may be in a cache or a module, for code that runs long after the conversion. Raises ConversionError
     for a constant that cannot be replaced.
     """
-    made: list[weakref.ref[SymbolicTensor]] = []
-    token = _CONSTANTS.set(made)
+    constants: list[weakref.ref[SymbolicTensor]] = []
+    token = _CONSTANTS.set(constants)
     try:
         yield
     finally:
         _CONSTANTS.reset(token)
-        while made:
-            tensor = made.pop()()
+        while constants:
+            tensor = constants.pop()()
             if tensor is not None and tensor.memory.is_constant:
-                _become_real(tensor)
+                _make_real(tensor)
 
 
-def _become_real(tensor: SymbolicTensor) -> None:
+def _make_real(tensor: SymbolicTensor) -> None:
     """Make the object an ordinary tensor; shared memory and attributes are kept."""
     real = tensor.elements
     assert real is not None, "a constant has elements"
     # Copy attributes of scripts, but not those of the symbolic tensor.
-    noted = {k: v for k, v in tensor.__dict__.items() if k not in SymbolicTensor.__annotations__}
-    if noted.pop("_is_param", False):
+    attributes = {k: v for k, v in tensor.__dict__.items() if k not in SymbolicTensor.__annotations__}
+    if attributes.pop("_is_param", False):
         real = torch.nn.Parameter(real, tensor.requires_grad)
-    real.__dict__.update(noted)
+    real.__dict__.update(attributes)
     if tensor.is_leaf:
         real.requires_grad_(tensor.requires_grad)
     swap: Any = torch.utils.swap_tensors
@@ -111,7 +111,7 @@ class SymbolicTensor(torch.Tensor):
     memory: Memory
     steps: tuple[Step, ...]
     _meta: torch.Tensor | None
-    _known: tuple[int, Value] | None
+    _cached: tuple[int, Value] | None
 
     # Everything is recorded at dispatch; a detour before it would cost more than the recording.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # torch's own idiom
@@ -131,10 +131,10 @@ class SymbolicTensor(torch.Tensor):
         self.memory = memory
         self.steps = steps
         self._meta = meta
-        self._known = None
-        made = _CONSTANTS.get()
-        if made is not None and memory.is_constant:
-            made.append(weakref.ref(self))
+        self._cached = None
+        constants = _CONSTANTS.get()
+        if constants is not None and memory.is_constant:
+            constants.append(weakref.ref(self))
         return self
 
     @classmethod
@@ -142,35 +142,35 @@ class SymbolicTensor(torch.Tensor):
         cls, name: str, shape: Sequence[int], dtype: torch.dtype, strides: Sequence[int] | None = None
     ) -> SymbolicTensor:
         """Create the checkpoint tensor ``name``; ``strides`` in elements, None for row-major."""
-        return cls(Memory.holding(Value(geometry.whole(name, shape, strides), tuple(shape), dtype), strides))
+        return cls(Memory.of_value(Value(geometry.whole(name, shape, strides), tuple(shape), dtype), strides))
 
     @classmethod
     def filled(
         cls, pieces: Sequence[geometry.Piece], shape: Sequence[int], dtype: torch.dtype
     ) -> SymbolicTensor:
         """Create a row-major tensor from ``pieces`` that tile its shape."""
-        return cls(Memory.holding(Value(tuple(pieces), tuple(shape), dtype)))
+        return cls(Memory.of_value(Value(tuple(pieces), tuple(shape), dtype)))
 
     @property
-    def layout_in_memory(self) -> Layout:
+    def layout_in_memory(self) -> StridedLayout:
         """Shape, strides and offset."""
-        return Layout(tuple(self.shape), self.stride(), int(self.storage_offset()))
+        return StridedLayout(tuple(self.shape), self.stride(), int(self.storage_offset()))
 
     @property
     def value(self) -> Value:
         """Present contents."""
         memory = self.memory
         # The version counts recorded writes; memory shared with NumPy may change without one.
-        if self._known is None or self._known[0] != memory.version or memory.exported:
-            self._known = (memory.version, self._shown())
-        return self._known[1]
+        if self._cached is None or self._cached[0] != memory.version or memory.exported:
+            self._cached = (memory.version, self._compute_value())
+        return self._cached[1]
 
-    @ours_are_refused
-    def _shown(self) -> Value:
+    @refuse_own_errors
+    def _compute_value(self) -> Value:
         with without_dispatch():
             value = self.memory.value
             for step in self.steps:
-                value = step.of(value).lying(step.layout.strides)
+                value = step.of(value).with_strides(step.layout.strides)
             return value
 
     @property
@@ -196,14 +196,14 @@ class SymbolicTensor(torch.Tensor):
             base = self.memory.real
             if base is None:
                 return None
-            made = torch.empty(0, dtype=self.dtype, device="cpu")
+            elements = torch.empty(0, dtype=self.dtype, device="cpu")
             # `set_` keeps the tensor's strides and shares the memory.
-            made.set_(base.untyped_storage(), self.storage_offset(), tuple(self.shape), self.stride())
+            elements.set_(base.untyped_storage(), self.storage_offset(), tuple(self.shape), self.stride())
             if self.is_conj():
-                made = made.conj()
-            return torch._neg_view(made) if self.is_neg() else made
+                elements = elements.conj()
+            return torch._neg_view(elements) if self.is_neg() else elements
 
-    @ours_are_refused
+    @refuse_own_errors
     def write(self, new: Value) -> None:
         """Replace the elements of the tensor, which all views of its memory then show.
 
@@ -215,48 +215,48 @@ class SymbolicTensor(torch.Tensor):
             )
         if self.memory.overlaps is not None:
             raise refusal(
-                f"a conversion writes into {names_of(self.value)}, which in the checkpoint shares "
+                f"a conversion writes into {list_names(self.value)}, which in the checkpoint shares "
                 f"memory with {self.memory.overlaps}; write into a clone"
             )
         steps = self.steps
         if any(step.repeats for step in steps):
             raise refusal(
-                f"a conversion writes into an expanded view of {names_of(self.value)}, whose elements share "
-                "memory; write into the tensor that it is a view of, or clone it"
+                f"a conversion writes into an expanded view of {list_names(self.value)}, whose elements "
+                "share memory; write into the tensor that it is a view of, or clone it"
             )
         # 1. Forwards: the present contents of each step's base, for elements outside the view.
         values = [self.memory.value]
         for step in steps:
-            values.append(step.of(values[-1]).lying(step.layout.strides))
+            values.append(step.of(values[-1]).with_strides(step.layout.strides))
         # 2. Backwards: each base with its view replaced, up to the memory itself.
         for step, base in zip(reversed(steps), reversed(values[:-1]), strict=True):
-            new = step.written(base, new.lying(step.layout.strides))
+            new = step.written(base, new.with_strides(step.layout.strides))
         self.memory.hold(new)
 
     def copied(self) -> SymbolicTensor:
         """Copy the tensor and its strides."""
-        return SymbolicTensor(Memory.holding(self.value, self.stride()))
+        return SymbolicTensor(Memory.of_value(self.value, self.stride()))
 
-    def become(self, other: SymbolicTensor) -> None:
-        """Become another view, as ``t.data = other`` and ``t.t_()`` do.
+    def become(self, source: SymbolicTensor) -> None:
+        """Become another view, as ``t.data = source`` and ``t.t_()`` do.
 
         Raises UnsupportedVersionError for a torch without the private parts that this needs.
         """
-        become_wrapper(self, other)
-        self.memory, self.steps = other.memory, other.steps
-        self._meta, self._known = other.meta, None
+        become_wrapper(self, source)
+        self.memory, self.steps = source.memory, source.steps
+        self._meta, self._cached = source.meta, None
 
     # Methods that reach the elements without torch's dispatcher.
 
     for _name in _MEMORY:
         # One refusal for each name.
-        locals()[_name] = _refuses(_name)
+        locals()[_name] = _make_refusal(_name)
 
-    def _elements(self, asks: str) -> torch.Tensor:
+    def _get_elements(self, asks: str) -> torch.Tensor:
         """Return the elements of a constant. Raises ConversionError for weights."""
         if not self.memory.is_constant:
             raise refusal(
-                f"the conversion of {names_of(self)} asks for the values of weights ({asks}); a "
+                f"the conversion of {list_names(self)} asks for the values of weights ({asks}); a "
                 "conversion must do the same whatever the values are, with torch's own operators"
             )
         assert self.elements is not None, "a constant has elements"
@@ -264,21 +264,21 @@ class SymbolicTensor(torch.Tensor):
 
     def tolist(self) -> Any:
         """Return the elements of a constant as Python numbers. Raises ConversionError for weights."""
-        return self._elements("tolist").tolist()
+        return self._get_elements("tolist").tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
         """Return the elements of a constant as an array that shares its memory.
 
         Raises ConversionError for weights.
         """
-        made = self._elements("numpy").numpy(force=force)
+        array = self._get_elements("numpy").numpy(force=force)
         # NumPy can write into it from now on, unseen by torch.
         self.memory.exported = True
-        return made
+        return array
 
     def __array__(self, *args: object, **kwargs: object) -> Any:
         """Return the elements of a constant as an array. Raises ConversionError for weights."""
-        elements: Any = self._elements("numpy")
+        elements: Any = self._get_elements("numpy")
         self.memory.exported = True
         return elements.__array__(*args, **kwargs)
 
@@ -297,10 +297,10 @@ class SymbolicTensor(torch.Tensor):
             twin: Any = memo.get(id(self.memory))
             if twin is None:
                 twin = memo[id(self.memory)] = self.memory.copy()
-            memo[id(self)] = made = SymbolicTensor(twin, self.steps, self.meta if self.steps else None)
-            made._known = self._known
-            made.__dict__.update(
-                copy.deepcopy({k: v for k, v in self.__dict__.items() if k not in made.__dict__})
+            memo[id(self)] = copied = SymbolicTensor(twin, self.steps, self.meta if self.steps else None)
+            copied._cached = self._cached
+            copied.__dict__.update(
+                copy.deepcopy({k: v for k, v in self.__dict__.items() if k not in copied.__dict__})
             )
         return memo[id(self)]
 
@@ -310,12 +310,12 @@ class SymbolicTensor(torch.Tensor):
         return self.detach()
 
     @data.setter
-    def data(self, other: object) -> None:
-        if not isinstance(other, SymbolicTensor):
+    def data(self, source: object) -> None:
+        if not isinstance(source, SymbolicTensor):
             raise refusal(
-                f"the conversion of {names_of(self)} makes a tensor use memory from outside the conversion"
+                f"the conversion of {list_names(self)} makes a tensor use memory from outside the conversion"
             )
-        self.become(other)
+        self.become(source)
 
     def __repr__(self) -> str:  # type: ignore[override]  # no contents to show
         return f"SymbolicTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -332,8 +332,8 @@ class SymbolicTensor(torch.Tensor):
         return record(cls, func, args, kwargs or {})
 
 
-def settled(tensor: torch.Tensor) -> SymbolicTensor:
+def snapshot(tensor: torch.Tensor) -> SymbolicTensor:
     """Return a result of a converter with memory that nothing else shares, constants included."""
     if isinstance(tensor, SymbolicTensor):
-        return SymbolicTensor(Memory.holding(tensor.value))
-    return SymbolicTensor(Memory.holding(constant(tensor.detach().cpu().clone())))
+        return SymbolicTensor(Memory.of_value(tensor.value))
+    return SymbolicTensor(Memory.of_value(make_constant(tensor.detach().cpu().clone())))

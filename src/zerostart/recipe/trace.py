@@ -1,7 +1,8 @@
 """Steps from a catalog and a model's expectations to recipes, on symbolic tensors.
 
 A model library combines them: the tensors of the checkpoint (``stored``), a conversion (``run_converter``),
-and then matching by name (``matched``, ``assembled``) or the module's own loading (``loaded_into``).
+and then matching by name (``match_names``, ``assemble_recipes``) or the module's own loading
+(``trace_loading``).
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from zerostart import geometry
 from zerostart.errors import ConversionError
 from zerostart.recipe.operators import cast
 from zerostart.recipe.recipe import Coverage, Recipe, Recipes, Target
-from zerostart.recipe.recording import recorded
+from zerostart.recipe.recording import trace_call
 from zerostart.recipe.refusals import refusal
-from zerostart.recipe.stored import copies_of
-from zerostart.recipe.symbolic import SymbolicTensor, settled
+from zerostart.recipe.stored import copy_symbols
+from zerostart.recipe.symbolic import SymbolicTensor, snapshot
 from zerostart.upstream.types import Arguments, Keywords
 
 
@@ -45,23 +46,23 @@ def run_converter(
     fails, is random, or depends on values of weights.
     """
     name = known_as or str(getattr(converter, "__name__", type(converter).__name__))
-    given: dict[str, torch.Tensor] = dict(copies_of(symbols))
+    state_dict: dict[str, torch.Tensor] = dict(copy_symbols(symbols))
 
     def run() -> dict[str, SymbolicTensor]:
-        return _state_dict(name, converter(given))
+        return _check_result(name, converter(state_dict))
 
     try:
-        return recorded(f"the converter {name}", run)
+        return trace_call(f"the converter {name}", run)
     except ConversionError:
         raise
     except Exception as error:
         raise ConversionError(
-            f"the converter {name} failed{_line_of(error)}: {type(error).__name__}: {error}"
-            f"{_nearest(error, given)}"
+            f"the converter {name} failed{_describe_line(error)}: {type(error).__name__}: {error}"
+            f"{_suggest_name(error, state_dict)}"
         ) from error
 
 
-def _line_of(error: Exception) -> str:
+def _describe_line(error: Exception) -> str:
     """Say which line of the converter ran last."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = [at for at, frame in enumerate(frames) if frame.filename == __file__]
@@ -69,28 +70,28 @@ def _line_of(error: Exception) -> str:
     return f" in line {called[0].lineno} of {called[0].filename}" if called else ""
 
 
-def _nearest(error: Exception, given: Mapping[str, object]) -> str:
+def _suggest_name(error: Exception, names: Mapping[str, object]) -> str:
     """Suggest a name of the checkpoint for a missing key."""
     if not isinstance(error, KeyError) or not error.args or not isinstance(error.args[0], str):
         return ""
-    close = get_close_matches(error.args[0], list(given)[:5000], n=1, cutoff=0.6)
+    close = get_close_matches(error.args[0], list(names)[:5000], n=1, cutoff=0.6)
     return f"; the checkpoint has {close[0]!r}" if close else ""
 
 
-def _state_dict(name: str, made: object) -> dict[str, SymbolicTensor]:
-    if not isinstance(made, Mapping):
-        raise ConversionError(f"the converter {name} returned a {type(made).__name__}, not a mapping")
-    strange = [key for key, value in made.items() if not isinstance(value, torch.Tensor)]
+def _check_result(name: str, result: object) -> dict[str, SymbolicTensor]:
+    if not isinstance(result, Mapping):
+        raise ConversionError(f"the converter {name} returned a {type(result).__name__}, not a mapping")
+    strange = [key for key, value in result.items() if not isinstance(value, torch.Tensor)]
     if strange:
-        kind = type(made[strange[0]]).__name__
+        kind = type(result[strange[0]]).__name__
         raise ConversionError(
             f"the converter {name} made {strange[0]!r} (and {len(strange) - 1} more) a {kind}, not "
             "a tensor; leave such entries out"
         )
-    return {str(key): settled(value) for key, value in made.items()}
+    return {str(key): snapshot(value) for key, value in result.items()}
 
 
-def matched(
+def match_names(
     tensors: Mapping[str, SymbolicTensor],
     targets: Mapping[str, Target],
     ignored: tuple[str, ...] = (),
@@ -98,13 +99,13 @@ def matched(
 ) -> Recipes:
     """Make recipes of a state dict with the model's names; ``dropped`` names are unexpected.
 
-    Raises ConversionError as ``assembled`` does.
+    Raises ConversionError as ``assemble_recipes`` does.
     """
     unexpected = [*(key for key in tensors if key not in targets), *dropped]
-    return assembled(tensors, targets, unexpected, frozenset(tensors), (), ignored)
+    return assemble_recipes(tensors, targets, unexpected, frozenset(tensors), (), ignored)
 
 
-def _tensors(model: torch.nn.Module) -> dict[str, tuple[torch.Tensor, bool]]:
+def _named_tensors(model: torch.nn.Module) -> dict[str, tuple[torch.Tensor, bool]]:
     """Return parameters and buffers by name, and whether each is a buffer."""
     return {
         **{name: (t, False) for name, t in model.named_parameters(remove_duplicate=False)},
@@ -112,7 +113,7 @@ def _tensors(model: torch.nn.Module) -> dict[str, tuple[torch.Tensor, bool]]:
     }
 
 
-def assembled(
+def assemble_recipes(
     tensors: Mapping[str, SymbolicTensor],
     targets: Mapping[str, Target],
     unexpected: list[str],
@@ -137,13 +138,13 @@ def assembled(
         else:
             if target.as_stored and tensor.dtype.is_floating_point:
                 target = replace(target, dtype=tensor.dtype)
-            changed = name in converted and not _as_stored(name, tensor)
+            changed = name in converted and not _is_as_stored(name, tensor)
             by_name[name] = Recipe(target, cast(tensor.value, target.dtype).pieces, changed)
     coverage = Coverage(tuple(missing), tuple(unexpected), mismatched, ignored)
     return Recipes(by_name, coverage, conversions)
 
 
-def _as_stored(name: str, tensor: SymbolicTensor) -> bool:
+def _is_as_stored(name: str, tensor: SymbolicTensor) -> bool:
     if len(tensor.pieces) != 1:
         return False
     (piece,) = tensor.pieces
@@ -152,14 +153,14 @@ def _as_stored(name: str, tensor: SymbolicTensor) -> bool:
 
 
 @contextmanager
-def one_thread(wanted: bool = True) -> Iterator[None]:
+def one_thread(enabled: bool = True) -> Iterator[None]:
     """Compute each operator only in its calling thread, in threads started inside too.
 
     torch divides long loops among threads; the ends of their parts use another routine, and sums another
     order. zerostart's own threads already use all processors.
     """
     before = torch.get_num_threads()
-    if not wanted or before == 1:
+    if not enabled or before == 1:
         yield
         return
     torch.set_num_threads(1)
@@ -176,7 +177,7 @@ _REMEDY = "Pass a converter that makes the state dict the module's own, and buil
 # A module's own loading may change names and tensors: by hooks, by its own ``_load_from_state_dict``, by
 # versions. All of it runs here on the module on meta. Each copy into a tensor is recorded, and the last one
 # counts. Computations on the module's own tensors are logged with its construction.
-def loaded_into(
+def trace_loading(
     model: nn.Module,
     symbols: Mapping[str, SymbolicTensor],
     targets: Mapping[str, Target],
@@ -189,8 +190,8 @@ def loaded_into(
     ``log``. Raises ConversionError for a model whose loading needs values, is random, or keeps tensors
     elsewhere.
     """
-    before = {name: tensor.dtype for name, (tensor, _) in _tensors(model).items()}
-    state: Any = OrderedDict(copies_of(symbols))
+    before = {name: tensor.dtype for name, (tensor, _) in _named_tensors(model).items()}
+    state: Any = OrderedDict(copy_symbols(symbols))
     if versions is not None:
         # Copies, since torch's loading changes entries.
         state._metadata = OrderedDict((name, dict(entry)) for name, entry in versions.items())
@@ -210,11 +211,11 @@ def loaded_into(
                 return model.load_state_dict(state, strict=False)
         finally:
             # Also after an error: the module must not keep symbolic tensors.
-            assigned.update(_assigned(model))
+            assigned.update(_take_assigned(model))
 
     try:
-        with _as_torch_does():
-            returned = recorded(f"the loading of {kind}", load)
+        with _use_torch_defaults():
+            returned = trace_call(f"the loading of {kind}", load)
         # A module with its own `load_state_dict` may never run the hook.
         keys = keys or [returned]
     except ConversionError:
@@ -236,27 +237,29 @@ def loaded_into(
     }
     if failure is not None and not mismatched:
         raise ConversionError(f"the loading of {kind} failed: {failure}. {_REMEDY}") from failure
-    missing, unexpected = _left(keys, unfilled)
-    by_name = _recipes(model, filled, targets, before)
-    return Recipes(by_name, Coverage(missing, unexpected, mismatched))
+    incompatible = keys[-1] if keys else None
+    missing = dict.fromkeys(getattr(incompatible, "missing_keys", unfilled))
+    unexpected = dict.fromkeys(getattr(incompatible, "unexpected_keys", ()))
+    by_name = _make_recipes(model, filled, targets, before)
+    return Recipes(by_name, Coverage(tuple(missing), tuple(unexpected), mismatched))
 
 
-def _recipes(
+def _make_recipes(
     model: nn.Module,
     filled: Mapping[str, SymbolicTensor],
     targets: Mapping[str, Target],
     before: Mapping[str, torch.dtype],
 ) -> dict[str, Recipe]:
     # Loading may have changed dtypes of the module; they count if the caller asked for none.
-    now = _tensors(model)
+    now = _named_tensors(model)
     # By identity: a tied tensor has several names, and is stored under only one of them.
-    stored = {id(symbol) for name, symbol in filled.items() if _as_stored(name, symbol)}
+    stored = {id(symbol) for name, symbol in filled.items() if _is_as_stored(name, symbol)}
     by_name: dict[str, Recipe] = {}
     for name, symbol in filled.items():
         tensor, buffer = now[name]
-        known = targets.get(name)
-        dtype = known.dtype if known is not None and tensor.dtype.is_floating_point else tensor.dtype
-        if known is not None and known.as_stored and symbol.dtype.is_floating_point:
+        expected = targets.get(name)
+        dtype = expected.dtype if expected is not None and tensor.dtype.is_floating_point else tensor.dtype
+        if expected is not None and expected.as_stored and symbol.dtype.is_floating_point:
             dtype = symbol.dtype if tensor.dtype == before.get(name) else tensor.dtype
         target = Target(name, tuple(symbol.shape), dtype, buffer)
         by_name[name] = Recipe(target, cast(symbol.value, dtype).pieces, id(symbol) not in stored)
@@ -280,27 +283,27 @@ class _Copies(TorchDispatchMode):
         kwargs: Keywords | None = None,
     ) -> object:
         """Record a copy; refuse operators that would need the copied values."""
-        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        if any(_is_constant(t) for t in given) and any(t.device.type == "meta" for t in given):
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        if any(_is_constant(t) for t in tensors) and any(t.device.type == "meta" for t in tensors):
             args, kwargs = tree_map(
                 lambda v: v.elements if _is_constant(v) else v, (args, kwargs)
             )  # for the log
-            given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        symbolic = [t for t in given if isinstance(t, SymbolicTensor)]
+            tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        symbolic = [t for t in tensors if isinstance(t, SymbolicTensor)]
         if func is aten.copy_.default and len(symbolic) == 1 and symbolic[0] is args[1]:
             # Copy now: the module may change the tensor later.
             symbol = symbolic[0]
             if symbol.shape != args[0].shape:
                 symbol = symbol.expand(args[0].shape)
-            self._made.append((args[0], settled(symbol)))
-            self._memory.add(_memory(args[0]))
+            self._made.append((args[0], snapshot(symbol)))
+            self._memory.add(_memory_key(args[0]))
             return args[0]
-        if func is aten.copy_.default and not symbolic and _place(args[0]) == _place(args[1]):
+        if func is aten.copy_.default and not symbolic and _view_key(args[0]) == _view_key(args[1]):
             return args[0]  # a missing tensor keeps its value
         if not func.is_view and func is not aten.detach.default:
-            own = [t for t in given if not isinstance(t, SymbolicTensor)]
+            own = [t for t in tensors if not isinstance(t, SymbolicTensor)]
             mixed = symbolic and any(t.device.type == "meta" for t in own)
-            if mixed or any(_memory(t) in self._memory for t in own):
+            if mixed or any(_memory_key(t) in self._memory for t in own):
                 raise refusal(
                     f"while loading, {self._kind} calls {func} on a tensor of the module, which has no "
                     f"values before the load. {_REMEDY}"
@@ -309,26 +312,26 @@ class _Copies(TorchDispatchMode):
 
     def by_name(self, model: nn.Module) -> dict[str, SymbolicTensor]:
         names: dict[tuple[Any, ...], list[str]] = {}
-        for name, (tensor, _) in _tensors(model).items():
+        for name, (tensor, _) in _named_tensors(model).items():
             if isinstance(tensor, SymbolicTensor):
-                continue  # found by ``_assigned``
-            names.setdefault(_place(tensor), []).append(name)
-        made: dict[tuple[Any, ...], SymbolicTensor] = {}
+                continue  # found by ``_take_assigned``
+            names.setdefault(_view_key(tensor), []).append(name)
+        symbols: dict[tuple[Any, ...], SymbolicTensor] = {}
         for target, symbol in self._made:
             assert isinstance(symbol, SymbolicTensor), "what is made of a symbolic tensor is one"
             # Removed first, so that the last copy is also last in the order.
-            made.pop(_place(target), None)
-            made[_place(target)] = symbol
-        if made.keys() - names.keys():
+            symbols.pop(_view_key(target), None)
+            symbols[_view_key(target)] = symbol
+        if symbols.keys() - names.keys():
             raise ConversionError(
                 f"while loading, {self._kind} copies tensors of the checkpoint into a part of a "
                 f"tensor, or into a tensor that is not registered. {_REMEDY}"
             )
-        return {name: symbol for place, symbol in made.items() for name in names[place]}
+        return {name: symbol for place, symbol in symbols.items() for name in names[place]}
 
 
 @contextlib.contextmanager
-def _as_torch_does() -> Iterator[None]:
+def _use_torch_defaults() -> Iterator[None]:
     swapping = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(False)
     try:
@@ -343,17 +346,17 @@ def _is_constant(value: object) -> bool:
     return isinstance(value, SymbolicTensor) and value.memory.is_constant
 
 
-def _memory(tensor: torch.Tensor) -> int:
+def _memory_key(tensor: torch.Tensor) -> int:
     key: int = tensor.untyped_storage()._cdata
     return key
 
 
-def _place(tensor: torch.Tensor) -> tuple[object, ...]:
-    return _memory(tensor), int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride()
+def _view_key(tensor: torch.Tensor) -> tuple[object, ...]:
+    return _memory_key(tensor), int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride()
 
 
-def _assigned(model: nn.Module) -> dict[str, SymbolicTensor]:
-    found: dict[str, SymbolicTensor] = {}
+def _take_assigned(model: nn.Module) -> dict[str, SymbolicTensor]:
+    symbols: dict[str, SymbolicTensor] = {}
     for prefix, module in model.named_modules():
         for held in (module._parameters, module._buffers):
             slots: dict[str, object] = held
@@ -362,14 +365,5 @@ def _assigned(model: nn.Module) -> dict[str, SymbolicTensor]:
                     empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
                     own = held is module._parameters
                     slots[leaf] = nn.Parameter(empty, tensor.requires_grad) if own else empty
-                    found[f"{prefix}.{leaf}" if prefix else leaf] = tensor.copied()
-    return found
-
-
-def _left(keys: list[object], unfilled: list[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    found = keys[-1] if keys else None
-    missing = getattr(found, "missing_keys", None)
-    unexpected = getattr(found, "unexpected_keys", None)
-    if missing is None or unexpected is None:
-        return tuple(unfilled), ()
-    return tuple(dict.fromkeys(missing)), tuple(dict.fromkeys(unexpected))
+                    symbols[f"{prefix}.{leaf}" if prefix else leaf] = tensor.copied()
+    return symbols

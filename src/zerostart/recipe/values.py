@@ -6,7 +6,7 @@ A value never changes; a write gives the tensor another value. Operators that mo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -19,7 +19,7 @@ from zerostart import geometry
 from zerostart.checkpoint.catalog import contiguous_strides
 from zerostart.errors import ConversionError
 from zerostart.geometry import Box, Piece, reshape
-from zerostart.recipe.dtypes import holds
+from zerostart.recipe.dtypes import can_hold
 from zerostart.recipe.refusals import refusal
 from zerostart.upstream.types import Arguments, Keywords
 
@@ -61,19 +61,19 @@ class Value:
             shape += parts if size != 1 else [1] * len(parts)
         return Value(reshape(self.pieces, self.shape, shape), tuple(shape), self.dtype)
 
-    def lying(self, strides: Sequence[int]) -> Value:
+    def with_strides(self, strides: Sequence[int]) -> Value:
         """Return the value with other strides."""
-        known = None if contiguous_strides(self.shape, tuple(strides)) else tuple(strides)
-        return self if known == self.strides else replace(self, strides=known)
+        new_strides = None if contiguous_strides(self.shape, tuple(strides)) else tuple(strides)
+        return self if new_strides == self.strides else replace(self, strides=new_strides)
 
-    def on_meta(self) -> torch.Tensor:
+    def to_meta(self) -> torch.Tensor:
         """Return a meta tensor with the shape, dtype and strides."""
         strides = self.strides or geometry.row_major_strides(self.shape)
         return torch.empty_strided(self.shape, strides, dtype=self.dtype, device="meta")
 
     def rounds(self, dtype: torch.dtype) -> bool:
         """Return True if ``self.dtype`` loses digits that a direct cast to ``dtype`` would keep."""
-        return dtype != self.dtype and any(not holds(self.dtype, stored) for stored in self.stored)
+        return dtype != self.dtype and any(not can_hold(self.dtype, stored) for stored in self.stored)
 
     @classmethod
     def of(cls, source: Computed) -> Value:
@@ -95,7 +95,7 @@ class Computed:
     #: True for each operand of which a part of the result needs only the same part.
     aligned: tuple[bool, ...] = ()
     #: All other arguments, in the tree ``spec``.
-    rest: Arguments = ()
+    others: Arguments = ()
     spec: TreeSpec | None = None
     #: Number of the result; None if there is only one.
     output: int | None = None
@@ -112,10 +112,10 @@ class Computed:
         """Sum up the operands once: long chains share their parts."""
         whole, nbytes = not self.exact, self.dtype.itemsize
         for operand, aligned in zip(self.operands, self.aligned, strict=True):
-            made = operand.computed
-            whole |= any(source.whole for source in made)
+            sources = operand.computed
+            whole |= any(source.whole for source in sources)
             if aligned and operand.numel() > 1:
-                nbytes += operand.dtype.itemsize + max((source.element_bytes for source in made), default=0)
+                nbytes += operand.dtype.itemsize + max((s.element_bytes for s in sources), default=0)
         object.__setattr__(self, "whole", whole)
         object.__setattr__(self, "element_bytes", nbytes)
 
@@ -137,32 +137,32 @@ class Computed:
         if self.function is None:
             assert self.value is not None, "a constant has a value"
             split = [size for parts in factors for size in parts]
-            made = self.value.reshape(split)
+            elements = self.value.reshape(split)
             for dim, (origin, extent) in enumerate(zip(box.origin, box.extent, strict=True)):
-                made = made.narrow(dim, origin, extent)
-            return made
-        filled = list(self.rest)
+                elements = elements.narrow(dim, origin, extent)
+            return elements
+        filled = list(self.others)
         for place, operand in zip(self.at, operands, strict=True):
             filled[place] = operand
         assert self.spec is not None, "an operator has arguments"
         args, kwargs = tree_unflatten(filled, self.spec)
         with torch.no_grad():
-            made = self.function(*args, **kwargs)
-        result: torch.Tensor = made if self.output is None else made[self.output]
+            results = self.function(*args, **kwargs)
+        result: torch.Tensor = results if self.output is None else results[self.output]
         return result
 
 
-def leaves_of(pieces: Sequence[Piece]) -> set[str]:
+def find_leaves(pieces: Sequence[Piece]) -> set[str]:
     """Return the names of all checkpoint tensors that ``pieces`` depend on."""
     names: set[str] = set()
-    seen: set[int] = set()
+    visited: set[int] = set()
     todo: list[object] = [source for piece in pieces for source in piece.source]
     while todo:
         source = todo.pop()
         if not isinstance(source, Computed):
             names.add(str(source))
-        elif id(source) not in seen:
-            seen.add(id(source))
+        elif id(source) not in visited:
+            visited.add(id(source))
             todo += [s for operand in source.operands for piece in operand.pieces for s in piece.source]
     return names
 
@@ -183,44 +183,44 @@ _ROWS_ONLY = {
 HANDLERS: dict[object, Callable[..., Value]] = {}
 
 
-def constant(tensor: torch.Tensor) -> Value:
+def make_constant(tensor: torch.Tensor) -> Value:
     """Return the value of a tensor with elements, which must not change afterwards."""
     tensor = tensor.detach()
     return Value.of(Computed(None, tuple(tensor.shape), tensor.dtype, value=tensor))
 
 
-def compute(func: OpOverload, args: Arguments, kwargs: Keywords, made: Any = None) -> Any:
+def compute(func: OpOverload, args: Arguments, kwargs: Keywords, metas: Any = None) -> Any:
     """Return the result of an operator that computes.
 
-    Arguments have values in place of tensors. ``made`` is the result on meta, if known. Raises
+    Arguments have values in place of tensors. ``metas`` is the result on meta, if known. Raises
     ConversionError for a random operator, and for one whose shape depends on elements.
     """
     if torch.Tag.nondeterministic_seeded in func.tags:
-        raise refusal(f"the conversion of {names_of(args, kwargs)} calls {func}, which is random")
-    if made is None:
-        twins, others = tree_map(_empty, args), tree_map(_empty, kwargs)
-        check_layout(func, [t for t in tree_leaves((twins, others)) if isinstance(t, torch.Tensor)], args)
-        made = func(*twins, **others)
+        raise refusal(f"the conversion of {list_names(args, kwargs)} calls {func}, which is random")
+    if metas is None:
+        twins, named = tree_map(lambda v: v.to_meta() if isinstance(v, Value) else v, (args, kwargs))
+        check_layout(func, [t for t in tree_leaves((twins, named)) if isinstance(t, torch.Tensor)], args)
+        metas = func(*twins, **named)
     # Operands keep their strides, since bits of the result may depend on them.
     flat, spec = tree_flatten((tuple(args), dict(kwargs)))
     at = tuple(i for i, value in enumerate(flat) if isinstance(value, Value))
     operands = tuple(flat[i] for i in at)
-    rest = tuple(None if i in at else value for i, value in enumerate(flat))
+    others = tuple(None if i in at else value for i, value in enumerate(flat))
 
     def result(meta: torch.Tensor, output: int | None) -> Value:
         aligned = _aligned_operands(func, args, kwargs, operands, meta)
         whole = (False,) * len(operands)
         exact, shape = aligned is not None, tuple(meta.shape)
         return Value.of(
-            Computed(func, shape, meta.dtype, operands, at, aligned or whole, rest, spec, output, exact)
+            Computed(func, shape, meta.dtype, operands, at, aligned or whole, others, spec, output, exact)
         )
 
-    if isinstance(made, torch.Tensor):
-        return result(made, None)
-    return type(made)(result(meta, number) for number, meta in enumerate(made))
+    if isinstance(metas, torch.Tensor):
+        return result(metas, None)
+    return type(metas)(result(meta, number) for number, meta in enumerate(metas))
 
 
-def computed(func: OpOverload, *args: object, **kwargs: object) -> Value:
+def compute_one(func: OpOverload, *args: object, **kwargs: object) -> Value:
     """Return the only result of an operator that computes."""
     result: Value = compute(func, args, kwargs)
     return result
@@ -231,42 +231,25 @@ def check_layout(func: OpOverload, twins: Sequence[torch.Tensor], *arguments: ob
     names = {func, func._overloadpacket}
     if names & _UNKNOWN_LAYOUT or (names & _ROWS_ONLY and not all(t.is_contiguous() for t in twins)):
         raise refusal(
-            f"the conversion of {names_of(*arguments)} calls {func}, whose memory layout is unknown; make "
+            f"the conversion of {list_names(*arguments)} calls {func}, whose memory layout is unknown; make "
             "the tensors contiguous before, or use other operators"
         )
-
-
-def _empty(value: object) -> object:
-    return value.on_meta() if isinstance(value, Value) else value
 
 
 def depends_on_values(func: OpOverload, *arguments: object) -> ConversionError:
     """Return the error for an operator whose result depends on values of weights."""
     return refusal(
-        f"the conversion of {names_of(*arguments)} calls {func}, whose result depends on the values of the "
+        f"the conversion of {list_names(*arguments)} calls {func}, whose result depends on the values of the "
         "weights; a conversion has to do the same whatever they are"
     )
 
 
-def names_of(*arguments: object) -> str:
+def list_names(*arguments: object) -> str:
     """List the checkpoint tensors that the arguments depend on, for a message."""
-    found = sorted({name for value in _values(arguments) for name in leaves_of(value.pieces)})
-    return (", ".join(found[:3]) or "a constant") + (", ..." if len(found) > 3 else "")
+    values = [v if isinstance(v, Value) else getattr(v, "value", None) for v in tree_leaves(arguments)]
+    names = sorted({name for v in values if isinstance(v, Value) for name in find_leaves(v.pieces)})
+    return (", ".join(names[:3]) or "a constant") + (", ..." if len(names) > 3 else "")
 
-
-def _values(argument: object) -> Iterator[Value]:
-    if isinstance(argument, dict):
-        argument = list(argument.values())
-    if isinstance(argument, (list, tuple)):
-        for inner in argument:
-            yield from _values(inner)
-        return
-    found = argument if isinstance(argument, Value) else getattr(argument, "value", None)
-    if isinstance(found, Value):
-        yield found
-
-
-aten = torch.ops.aten
 
 #: Also element by element, though torch does not tag them so.
 _POINTWISE = {
@@ -290,32 +273,32 @@ def _aligned_operands(
     args: Sequence[object],
     kwargs: Mapping[str, object],
     operands: Sequence[Value],
-    made: torch.Tensor,
+    meta: torch.Tensor,
 ) -> tuple[bool, ...] | None:
     """Return which operands a box of the result needs only the same box of.
 
     None if the result is computed whole. torch's loops compute full vectors and the rest by different
     routines. These agree bit for bit only where IEEE 754 defines the rounding.
     """
-    if func is aten.view.dtype and made.dtype.itemsize == operands[0].dtype.itemsize:
+    if func is aten.view.dtype and meta.dtype.itemsize == operands[0].dtype.itemsize:
         return (True,)
     if func is aten.index.Tensor and len(operands) == 2 and len(operands[0].shape) == 1:
         return (False, True)  # a table, looked up element by element
     pointwise = torch.Tag.pointwise in func.tags or func in _POINTWISE
-    return (True,) * len(operands) if pointwise and _exact(func, args, kwargs, operands, made) else None
+    return (True,) * len(operands) if pointwise and _is_exact(func, args, kwargs, operands, meta) else None
 
 
-def _exact(
+def _is_exact(
     func: OpOverload,
     args: Sequence[object],
     kwargs: Mapping[str, object],
     operands: Sequence[Value],
-    made: torch.Tensor,
+    meta: torch.Tensor,
 ) -> bool:
     names = {func, func._overloadpacket}
     if names & _MOVES:
         return True
-    dtypes = {made.dtype, *(operand.dtype for operand in operands)}
+    dtypes = {meta.dtype, *(operand.dtype for operand in operands)}
     scalars = [value for value in tree_leaves((args, kwargs)) if isinstance(value, (float, complex))]
     if not scalars and not any(dtype.is_floating_point or dtype.is_complex for dtype in dtypes):
         return True

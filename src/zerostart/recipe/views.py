@@ -21,14 +21,14 @@ from zerostart.recipe.operators import (
     select_scatter,
     slice_scatter,
 )
-from zerostart.recipe.values import HANDLERS, Value, computed
+from zerostart.recipe.values import HANDLERS, Value, compute_one
 from zerostart.upstream.types import Arguments
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class StridedLayout:
     """Positions of a tensor's elements in its storage, in elements."""
 
     shape: tuple[int, ...]
@@ -53,7 +53,7 @@ class Step:
     #: Further arguments of ``func``.
     args: Arguments
     #: Layout of the result.
-    layout: Layout
+    layout: StridedLayout
 
     @property
     def reads_anew(self) -> bool:
@@ -78,55 +78,55 @@ class Step:
 SAME = {aten.alias.default, aten.detach.default}
 
 
-def _reshaped(base: Value, new: Value, *_: object) -> Value:
+def _undo_reshape(base: Value, new: Value, *_: object) -> Value:
     return reshape(new, base.shape)
 
 
-def _permuted(base: Value, new: Value, dims: Sequence[int]) -> Value:
+def _undo_permute(base: Value, new: Value, dims: Sequence[int]) -> Value:
     order = [d % base.dim() for d in dims]
     return permute(new, [order.index(d) for d in range(base.dim())])
 
 
-def _turned(base: Value, new: Value, *args: object) -> Value:
+def _undo_transpose(base: Value, new: Value, *args: object) -> Value:
     return HANDLERS[aten.transpose.int](new, *(args or (0, 1))) if base.dim() > 1 or args else new
 
 
 def _conjugate(t: Value) -> Value:
-    return computed(aten._conj_physical.default, t) if t.dtype.is_complex else t
+    return compute_one(aten._conj_physical.default, t) if t.dtype.is_complex else t
 
 
-def _as_dtype(t: Value, dtype: torch.dtype) -> Value:
-    return t if t.dtype == dtype else computed(aten.view.dtype, t, dtype)
+def _view_dtype(t: Value, dtype: torch.dtype) -> Value:
+    return t if t.dtype == dtype else compute_one(aten.view.dtype, t, dtype)
 
 
 #: Views with computed elements.
 _COMPUTED: dict[object, Callable[..., Value]] = {
     aten._conj.default: _conjugate,
-    aten._neg_view.default: functools.partial(computed, aten.neg.default),
-    aten.view_as_real.default: functools.partial(computed, aten.view_as_real.default),
-    aten.view_as_complex.default: functools.partial(computed, aten.view_as_complex.default),
-    aten.view.dtype: _as_dtype,
+    aten._neg_view.default: functools.partial(compute_one, aten.neg.default),
+    aten.view_as_real.default: functools.partial(compute_one, aten.view_as_real.default),
+    aten.view_as_complex.default: functools.partial(compute_one, aten.view_as_complex.default),
+    aten.view.dtype: _view_dtype,
 }
 HANDLERS.update(_COMPUTED)
 #: The base of each view after a write: ``(base, new view, further arguments) -> base``.
 KNOWN_VIEWS: dict[object, Callable[..., Value]] = {
-    aten.view.default: _reshaped,
-    aten._unsafe_view.default: _reshaped,
-    aten.unsqueeze.default: _reshaped,
-    aten.squeeze.default: _reshaped,
-    aten.squeeze.dim: _reshaped,
-    aten.squeeze.dims: _reshaped,
-    aten.permute.default: _permuted,
-    aten.transpose.int: _turned,
-    aten.t.default: _turned,
+    aten.view.default: _undo_reshape,
+    aten._unsafe_view.default: _undo_reshape,
+    aten.unsqueeze.default: _undo_reshape,
+    aten.squeeze.default: _undo_reshape,
+    aten.squeeze.dim: _undo_reshape,
+    aten.squeeze.dims: _undo_reshape,
+    aten.permute.default: _undo_permute,
+    aten.transpose.int: _undo_transpose,
+    aten.t.default: _undo_transpose,
     aten.slice.Tensor: slice_scatter,
     aten.select.int: select_scatter,
-    aten.expand.default: _reshaped,
+    aten.expand.default: _undo_reshape,
     aten._conj.default: lambda base, new: _conjugate(new),
-    aten._neg_view.default: lambda base, new: computed(aten.neg.default, new),
-    aten.view_as_real.default: lambda base, new: computed(aten.view_as_complex.default, new),
-    aten.view_as_complex.default: lambda base, new: computed(aten.view_as_real.default, new),
-    aten.view.dtype: lambda base, new, dtype: _as_dtype(new, base.dtype),
+    aten._neg_view.default: lambda base, new: compute_one(aten.neg.default, new),
+    aten.view_as_real.default: lambda base, new: compute_one(aten.view_as_complex.default, new),
+    aten.view_as_complex.default: lambda base, new: compute_one(aten.view_as_real.default, new),
+    aten.view.dtype: lambda base, new, dtype: _view_dtype(new, base.dtype),
 }
 
 

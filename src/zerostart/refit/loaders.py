@@ -22,16 +22,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zerostart import geometry
 from zerostart.errors import ConversionError
 from zerostart.geometry import Box, Piece
-from zerostart.recipe.memory import Memory, fill_of, is_view, mapped, tensors_in, writes
-from zerostart.recipe.operators import cast, expand, permute, reshape, slice_of
+from zerostart.recipe.memory import Memory, get_fill_value, is_view, is_write, iter_tensors, map_tensors
+from zerostart.recipe.operators import cast, expand, permute, reshape, take_slice
 from zerostart.recipe.recipe import Coverage, Recipe, Recipes, Target
-from zerostart.recipe.record import boxed
-from zerostart.recipe.recording import recorded
+from zerostart.recipe.record import box_view
+from zerostart.recipe.recording import trace_call
 from zerostart.recipe.refusals import refusal
-from zerostart.recipe.stored import copies_of
-from zerostart.recipe.symbolic import SymbolicTensor, settled
-from zerostart.recipe.values import Computed, Value, constant, names_of
-from zerostart.recipe.views import Layout
+from zerostart.recipe.stored import copy_symbols
+from zerostart.recipe.symbolic import SymbolicTensor, snapshot
+from zerostart.recipe.values import Computed, Value, list_names, make_constant
+from zerostart.recipe.views import StridedLayout
 from zerostart.upstream.types import Arguments, Keywords
 
 aten = torch.ops.aten
@@ -58,7 +58,7 @@ def trace_loader(
 
     def pairs() -> Iterator[tuple[str, torch.Tensor]]:
         nonlocal at
-        for name, symbol in copies_of(symbols).items():
+        for name, symbol in copy_symbols(symbols).items():
             at = f" (after it was given {name})"
             yield name, symbol
         at = ""
@@ -68,7 +68,7 @@ def trace_loader(
             load(pairs())
 
     try:
-        recorded(f"the loading of {known_as}", run)
+        trace_call(f"the loading of {known_as}", run)
     except ConversionError as error:
         raise ConversionError(f"{error}{at}") from error
     except Exception as error:
@@ -144,13 +144,13 @@ class OwnMemory(Memory):
 
     __slots__ = ("_boxes", "written")
 
-    def __init__(self, layout: Layout, dtype: torch.dtype, name: str) -> None:
+    def __init__(self, layout: StridedLayout, dtype: torch.dtype, name: str) -> None:
         super().__init__(layout, dtype)
         self._boxes: list[tuple[Box, Value]] = []
         #: True after the first write.
         self.written = False
         before = Value(geometry.whole(Kept(name), layout.shape), layout.shape, dtype)
-        self._value = before.lying(layout.strides)
+        self._value = before.with_strides(layout.strides)
 
     @property
     def value(self) -> Value:
@@ -160,7 +160,7 @@ class OwnMemory(Memory):
             pieces = _merge(self._value, self._boxes)
             stored = self._value.stored.union(*(new.stored for _, new in self._boxes))
             value = Value(pieces, self.layout.shape, self.dtype, stored)
-            self._value, self._boxes = value.lying(self.layout.strides), []
+            self._value, self._boxes = value.with_strides(self.layout.strides), []
         return self._value
 
     def hold(self, value: Value) -> None:
@@ -169,7 +169,7 @@ class OwnMemory(Memory):
         self.written = True
         super().hold(value)
 
-    def write_box(self, layout: Layout, new: Value) -> bool:
+    def write_box(self, layout: StridedLayout, new: Value) -> bool:
         """Write ``new`` into a view with ``layout``; False if the view is not a box."""
         mine = self.layout
         box_view = geometry.view_within(
@@ -225,7 +225,7 @@ def _shift(value: Value, box: Box, part: Box) -> Iterator[Piece]:
     for dim, (at, size) in enumerate(zip(part.origin, part.extent, strict=True)):
         if size != box.extent[dim]:
             first = at - box.origin[dim]
-            value = slice_of(value, dim, first, first + size)
+            value = take_slice(value, dim, first, first + size)
     pieces = value.pieces
     for dim, at in enumerate(part.origin):
         pieces = geometry.shift(pieces, dim, at)
@@ -275,7 +275,7 @@ class OwnTensors:
                     raise ConversionError(
                         f"{self.known_as} has {name} in memory that another of its tensors partly shares"
                     )
-                layout = Layout(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+                layout = StridedLayout(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
                 regions.append(_Region(start, stop, name, OwnMemory(layout, tensor.dtype, name)))
             self._regions[storage] = regions
 
@@ -298,8 +298,8 @@ class OwnTensors:
         view: torch.Tensor = SymbolicTensor(region.memory)
         if tensor.dtype != view.dtype:
             view = view.view(tensor.dtype)
-        layout = Layout(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
-        part: torch.Tensor | None = boxed(view, layout)
+        layout = StridedLayout(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+        part: torch.Tensor | None = box_view(view, layout)
         if part is None:
             raise refusal(f"{self.known_as} fills a view of {region.name} that is no box of its memory")
         return part
@@ -311,7 +311,7 @@ class OwnTensors:
             tensor = instead
         region = self.region(tensor)
         if region is None:
-            return settled(tensor).value if instead is not None else None
+            return snapshot(tensor).value if instead is not None else None
         if not region.memory.written:
             return None if instead is None else _value(self.twin(tensor))
         if region.read:
@@ -354,12 +354,12 @@ class Following(TorchDispatchMode):
     ) -> Any:
         """Run ``func`` on the symbolic views of its arguments."""
         kwargs = _off_meta(func, kwargs or {})
-        operands = list(tensors_in((args, kwargs.values())))
+        operands = list(iter_tensors((args, kwargs.values())))
         regions = [region for t in operands if (region := self._own.region(t)) is not None]
         if not regions:
             self._refuse_outside(func, args, kwargs)
             return func(*args, **kwargs)
-        if not writes(func):
+        if not is_write(func):
             return self._read(func, args, kwargs, regions)
         if torch.Tag.inplace_view in func.tags:
             raise refusal(f"{self._own.known_as} calls {func} on a tensor of its own while it loads")
@@ -373,43 +373,45 @@ class Following(TorchDispatchMode):
             originals[id(view)] = tensor
             return view
 
-        args, kwargs = mapped(args, twin), mapped(kwargs, twin)
-        return mapped(func(*args, **kwargs), lambda result: originals.get(id(result), result))
+        args, kwargs = map_tensors(args, twin), map_tensors(kwargs, twin)
+        return map_tensors(func(*args, **kwargs), lambda result: originals.get(id(result), result))
 
     def _read(self, func: OpOverload, args: Arguments, kwargs: Keywords, regions: list[_Region]) -> Any:
         if is_view(func):
             return func(*args, **kwargs)  # a view of an own tensor is recognised by its storage
         is_unwritten = not any(region.memory.written for region in regions)
-        is_real = all(t.device.type != "meta" for t in tensors_in((args, kwargs.values())))
-        if is_unwritten and is_real and fill_of(func, args) is None:
+        is_real = all(t.device.type != "meta" for t in iter_tensors((args, kwargs.values())))
+        if is_unwritten and is_real and get_fill_value(func, args) is None:
             for region in regions:
                 region.read = True
             return func(*args, **kwargs)
-        return func(*mapped(args, self._own.twin), **mapped(kwargs, self._own.twin))
+        return func(*map_tensors(args, self._own.twin), **map_tensors(kwargs, self._own.twin))
 
     def _copied(self, target: torch.Tensor, source: torch.Tensor) -> bool:
         region = self._own.region(target)
         twin = self._own.twin(source)
         if region is None or target.dtype != region.memory.dtype or twin.device.type == "meta":
             return False
-        value = twin.value if isinstance(twin, SymbolicTensor) else constant(source.detach().cpu().clone())
+        value = (
+            twin.value if isinstance(twin, SymbolicTensor) else make_constant(source.detach().cpu().clone())
+        )
         if value.shape != tuple(target.shape):
             torch.empty(value.shape, device="meta").expand(target.shape)  # raise torch's error
             value = expand(value, tuple(target.shape))
-        layout = Layout(tuple(target.shape), target.stride(), int(target.storage_offset()))
+        layout = StridedLayout(tuple(target.shape), target.stride(), int(target.storage_offset()))
         return region.memory.write_box(layout, cast(value, target.dtype))
 
     def _refuse_outside(self, func: OpOverload, args: Arguments, kwargs: Keywords) -> None:
-        if not writes(func) or not args or not isinstance(args[0], torch.Tensor):
+        if not is_write(func) or not args or not isinstance(args[0], torch.Tensor):
             return
         if isinstance(args[0], SymbolicTensor) or not args[0].numel():
             return
         weights = [
-            t for t in tensors_in(args[1:]) if isinstance(t, SymbolicTensor) and not t.memory.is_constant
+            t for t in iter_tensors(args[1:]) if isinstance(t, SymbolicTensor) and not t.memory.is_constant
         ]
         if weights:
             raise refusal(
-                f"{self._own.known_as} copies {names_of(*weights)} ({func}) into a tensor of shape "
+                f"{self._own.known_as} copies {list_names(*weights)} ({func}) into a tensor of shape "
                 f"{list(args[0].shape)} that is none of its parameters and buffers"
             )
 
@@ -445,7 +447,7 @@ class _Replacing(TorchFunctionMode):
                     self._own.replaced[id(target)] = (target, instead)
                 return None
         if self._own.replaced:
-            args, kwargs = mapped(args, self._instead), mapped(kwargs, self._instead)
+            args, kwargs = map_tensors(args, self._instead), map_tensors(kwargs, self._instead)
         first = args[0] if args else None
         if isinstance(first, SymbolicTensor):
             if func is torch.Tensor.item and first.numel() == 1 and not first.memory.is_constant:

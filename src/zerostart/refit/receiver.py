@@ -22,8 +22,8 @@ from zerostart.distributed.world import default_device
 from zerostart.errors import ConfigError, ConversionError, VerifyError
 from zerostart.geometry import Box, Piece
 from zerostart.geometry.layout import Layout, LocalBox
-from zerostart.recipe import Computed, Recipe, symbols_of, torch_dtype
-from zerostart.recipe.dtypes import holds
+from zerostart.recipe import Computed, Recipe, make_symbols, torch_dtype
+from zerostart.recipe.dtypes import can_hold
 from zerostart.refit.image import ByteSet, Image, Sums, find_differences
 from zerostart.refit.loaders import trace_loader
 from zerostart.transfer.planning import Destination, Plan, PlanOptions, join
@@ -147,7 +147,7 @@ class FillPlan:
         self._receiver, self._engine, self._image = receiver, receiver.engine, image
         catalog = image.catalog()
         with self._engine.tracing() as (tensors, load):
-            recipes = trace_loader(load, symbols_of(catalog), tensors, self._engine.name)
+            recipes = trace_loader(load, make_symbols(catalog), tensors, self._engine.name)
             strides = {name: tensors[name].stride() for name in recipes.by_name}
             real = (tensors[name].device for name in recipes.by_name)
             #: Device of the tensors; the default device if they are on meta.
@@ -229,7 +229,9 @@ class FillPlan:
             if (
                 runs.nbytes != nbytes
                 or any(other.intersect(runs).nbytes for source in own for other in copied.get(source, ()))
-                or not all(holds(recipe.target.dtype, torch_dtype(layout.tensors[s].dtype, s)) for s in own)
+                or not all(
+                    can_hold(recipe.target.dtype, torch_dtype(layout.tensors[s].dtype, s)) for s in own
+                )
             ):
                 back, runs, own = Recipe(recipe.target, ()), ByteSet.of([]), set()
             for source in own:

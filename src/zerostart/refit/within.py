@@ -230,7 +230,7 @@ class _RankSupply:
             for read in reads:
                 data = bands.rows(read.offset, read.nbytes // read.rows, read.stride, read.rows)
                 for part in read.parts:
-                    copies.put(part, data.reshape(-1), storages[part.target])
+                    copies.copy_part(part, data.reshape(-1), storages[part.target])
         for computations, ranges in windows.batches(
             (each, [(read.offset, read.end) for read in each.reads]) for each in plan.computations
         ):

@@ -23,14 +23,14 @@ Unregister = Callable[[int], object]
 
 
 #: Page-locked bytes in use, by address. No lock, since memory may be freed at any moment in any thread.
-_taken: dict[int, int] = {}
+_bytes_in_use: dict[int, int] = {}
 #: Freed bytes that torch's allocator keeps.
-_idle: list[int] = []
+_idle_bytes: list[int] = []
 
 
 def locked_bytes() -> int:
     """Return page-locked bytes of the host, with rounding and freed memory that torch keeps."""
-    return sum(list(_taken.values())) + sum(_idle)
+    return sum(list(_bytes_in_use.values())) + sum(_idle_bytes)
 
 
 def rounds_up() -> bool:
@@ -49,36 +49,36 @@ def rounded_up(nbytes: int) -> int:
 
 def page_locked(nbytes: int, device: torch.device | None = None) -> torch.Tensor:
     """Allocate 1-D page-locked memory, freed with its last view after copies of ``device``."""
-    runtime = _runtime() if nbytes else None
+    runtime = _find_runtime() if nbytes else None
     if runtime is not None:
         index = device.index if device is not None else None
         pages = _Pages(-1, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
         # The tensor keeps the pages alive; `__del__` unregisters them.
         if pages.lock(*runtime, torch.accelerator.current_device_index() if index is None else index):
             return torch.frombuffer(pages, dtype=torch.uint8)[:nbytes]
-    return _of_torch(nbytes)
+    return _allocate_by_torch(nbytes)
 
 
-def _of_torch(nbytes: int) -> torch.Tensor:
+def _allocate_by_torch(nbytes: int) -> torch.Tensor:
     # First, since torch keeps freed memory in addition to the new one.
     release_locked()
-    made = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+    tensor = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
     if nbytes:
-        storage = made.untyped_storage()
-        _taken[storage.data_ptr()] = rounded_up(nbytes)
+        storage = tensor.untyped_storage()
+        _bytes_in_use[storage.data_ptr()] = rounded_up(nbytes)
         # Finalize the storage, which lives as long as its last view; not at exit, when torch may be gone.
         weakref.finalize(storage, _free, storage.data_ptr()).atexit = False
-    return made
+    return tensor
 
 
 def _free(address: int) -> None:
-    _idle.append(_taken.pop(address, 0))
+    _idle_bytes.append(_bytes_in_use.pop(address, 0))
 
 
 def release_locked() -> None:
     """Let torch's allocator free page-locked memory that it keeps."""
-    if _idle:
-        _idle.clear()
+    if _idle_bytes:
+        _idle_bytes.clear()
         empty = getattr(torch.accelerator, "empty_host_cache", None)  # not in every release
         with contextlib.suppress(RuntimeError, NotImplementedError):  # another kind of allocator
             if empty is not None:
@@ -98,14 +98,14 @@ class _Pages(mmap.mmap):
                 _forget_error(device)
                 return False
         self._device, self._process, self._unregister = device, os.getpid(), unregister
-        _taken[self._address] = len(self)
+        _bytes_in_use[self._address] = len(self)
         return True
 
     def __del__(self, ends: Callable[[], bool] = sys.is_finalizing) -> None:
         # There is no work at the end of Python, or in a forked process, which registered no pages.
         if self._unregister is None or ends() or os.getpid() != self._process:
             return
-        _taken.pop(self._address, None)
+        _bytes_in_use.pop(self._address, None)
         # Use the pages' own device: starting another one would take some hundred MiB there.
         with torch.accelerator.device_index(self._device):
             try:
@@ -125,7 +125,7 @@ def _forget_error(index: int) -> None:
 _RUNTIMES = ("cudart", "npurt")
 
 
-def _runtime() -> tuple[Register, Unregister] | None:
+def _find_runtime() -> tuple[Register, Unregister] | None:
     """Return the runtime's functions to lock and unlock pages; None if there are none."""
     kind = torch.accelerator.current_accelerator()
     assert kind is not None, "page-locked memory is for an accelerator"

@@ -23,7 +23,7 @@ from zerostart.geometry.layout import Layout
 from zerostart.recipe import Recipe
 from zerostart.transfer.execute import Progress, execute
 from zerostart.transfer.planning import Destination, Plan, Read
-from zerostart.transfer.staging import HostStaging, bytes_view, make_staging
+from zerostart.transfer.staging import HostStaging, make_staging, view_bytes
 from zerostart.transfer.tuning import MIN_CHUNK, Tuning
 
 _READING = "reading"
@@ -67,7 +67,7 @@ class ReadStrategy:
 
     exchange: bool
     #: True if the caller chose it by an argument.
-    asked: bool = False
+    is_requested: bool = False
     #: Maximum size of a request in an exchange, in bytes.
     chunk_size: int = 0
     #: For each destination, the ranks that need the same slice of it.
@@ -77,7 +77,7 @@ class ReadStrategy:
 
     def __str__(self) -> str:
         way = "each byte read once and exchanged" if self.exchange else "own slices"
-        return f"{way} as asked" if self.asked else way
+        return f"{way} as asked" if self.is_requested else way
 
 
 def choose_strategy(demands: Sequence[ReadDemand]) -> ReadStrategy:
@@ -101,7 +101,7 @@ def choose_strategy(demands: Sequence[ReadDemand]) -> ReadStrategy:
 
 
 def agree_on_strategy(
-    wanted: Sequence[tuple[Recipe, Layout, Destination]],
+    shares: Sequence[tuple[Recipe, Layout, Destination]],
     storage: Storage,
     tuning: Tuning,
     exchange: bool | None,
@@ -115,13 +115,13 @@ def agree_on_strategy(
     strategy = choose_strategy(world.all_gather_object(own, "agreeing on a read strategy"))
     if not strategy.exchange:
         return strategy
-    keys = [_key(world.rank, *item) for item in wanted]
+    keys = [_make_key(world.rank, *item) for item in shares]
     groups = find_groups(world.all_gather_object(keys, "agreeing on a read strategy"))
     levels = find_levels(groups.values())
     return replace(strategy, groups=tuple(groups[key] for key in keys), levels=tuple(sorted(levels.items())))
 
 
-def _key(rank: int, recipe: Recipe, layout: Layout, destination: Destination) -> bytes:
+def _make_key(rank: int, recipe: Recipe, layout: Layout, destination: Destination) -> bytes:
     """Return a digest that ranks with the same slice share."""
     own = rank if recipe.computed or not layout.boxes else None  # computed tensors are not exchanged
     words = repr((own, destination.name, layout, destination.dtype, destination.direct))
@@ -141,7 +141,7 @@ def execute_together(
     Raises PeerError if another rank dies, ReadError if the bytes read differ from the plan.
     """
     reader = tuning.reader(plan)
-    fitted = tuning.suited(plan)
+    fitted = tuning.fit_to_plan(plan)
     before = progress.done
     # Ranks synchronise while they read, so that no collective times out and a failure is seen early.
     meets = world.size > 1 and plan.storage.worth_exchanging
@@ -151,12 +151,12 @@ def execute_together(
 
     execute(plan, storages, progress, fitted.threads, reader, fitted.depth, meet if meets else None)
     own = progress.done - before
-    planned = plan.read_bytes - sum(r.nbytes for shared in plan.shared for r in shared.reads)
-    stats = TransferStats(own, planned)
+    planned_bytes = plan.read_bytes - sum(r.nbytes for shared in plan.shared for r in shared.reads)
+    stats = TransferStats(own, planned_bytes)
     if strategy is not None and strategy.levels:
         rounds = _Rounds(plan, storages, progress, tuning, world)
         exchanged = rounds.run(dict(strategy.levels))
-        stats = TransferStats(own + exchanged.read, planned + exchanged.planned, exchanged.received)
+        stats = TransferStats(own + exchanged.read, planned_bytes + exchanged.planned, exchanged.received)
     if stats.read != stats.planned or progress.done != plan.read_bytes:
         raise ReadError(
             f"{stats.read} bytes were read and {progress.done} delivered, but the plan has "
@@ -215,14 +215,14 @@ class _Rounds:
         staging: HostStaging,
     ) -> None:
         ahead, held, spare = buffers
-        reading = self._begin(steps[0], ahead, pool) if steps else []
+        reading = self._begin_reads(steps[0], ahead, pool) if steps else []
         for number, (group, one_round) in enumerate(steps):
             failure: BaseException | None = None
             with self._world.collectives(_EXCHANGING, functools.partial(_wait_for_reads, reading)):
                 ahead, held = held, ahead
                 # Read the next batch while this one is sent through the ring.
                 if number + 1 < len(steps):
-                    reading = self._begin(steps[number + 1], ahead, pool)
+                    reading = self._begin_reads(steps[number + 1], ahead, pool)
                 for batch, room in self._pass_round(group, one_round, held, spare):
                     # Raise it after the round: the other ranks still wait for messages.
                     try:
@@ -233,7 +233,7 @@ class _Rounds:
             if failure is not None:
                 raise failure
 
-    def _begin(
+    def _begin_reads(
         self, step: tuple[Group, list[Batch]], room: torch.Tensor, pool: ThreadPoolExecutor
     ) -> list[Future[None]]:
         group, one_round = step
@@ -242,25 +242,23 @@ class _Rounds:
             return []
         batch = one_round[turn]
         self._planned += batch.nbytes
-        view, at, parts = bytes_view(room), 0, []
+        view, at, jobs = view_bytes(room), 0, []
         part = max(MIN_PART_BYTES, -(-batch.nbytes // self._threads))
         for read in batch.reads:
             place = view[at : at + read.nbytes]
             at += read.nbytes
             if read.rows > 1:
                 rows = Rows(read.rows, read.nbytes // read.rows, read.stride)
-                parts.append(
-                    pool.submit(self._reader.gather, read.file, read.offset, rows, place, rows.width)
-                )
+                jobs.append(pool.submit(self._reader.gather, read.file, read.offset, rows, place, rows.width))
                 continue
             for first in range(0, read.nbytes, part):
                 some = [place[first : first + part]]
-                parts.append(pool.submit(self._reader.read, read.file, read.offset + first, some))
+                jobs.append(pool.submit(self._reader.read, read.file, read.offset + first, some))
         self._read += batch.nbytes
-        return parts
+        return jobs
 
     def _pass_round(
-        self, group: Group, one_round: list[Batch], held: torch.Tensor, spare: torch.Tensor
+        self, group: Group, one_round: list[Batch], buffer: torch.Tensor, spare: torch.Tensor
     ) -> Iterator[tuple[Batch, torch.Tensor]]:
         if not one_round:
             return
@@ -272,20 +270,20 @@ class _Rounds:
         for batch, coming in zip(in_turn, [*in_turn[1:], None], strict=True):
             sending = None
             if coming is not None and batch.nbytes:
-                sending = dist.isend(held[: batch.nbytes], after, group=self._world.group)
+                sending = dist.isend(buffer[: batch.nbytes], after, group=self._world.group)
             if coming is not None and coming.nbytes:
                 dist.recv(spare[: coming.nbytes], before, group=self._world.group)
                 self._received += coming.nbytes
-            yield batch, held
+            yield batch, buffer
             if sending is not None:
                 sending.wait()
-            held, spare = spare, held
+            buffer, spare = spare, buffer
 
     def _deliver(self, batch: Batch, room: torch.Tensor, staging: HostStaging) -> None:
         at = 0
         for read in batch.reads:
             for part in read.parts:
-                staging.put(part, room[at : at + read.nbytes], self._storages[part.target])
+                staging.copy_part(part, room[at : at + read.nbytes], self._storages[part.target])
             at += read.nbytes
         self._progress.advance(batch.nbytes)
 
@@ -302,11 +300,11 @@ Group = tuple[int, ...]
 
 def find_groups(keys: Sequence[Iterable[Hashable]]) -> dict[Hashable, Group]:
     """Find the ranks that have each key; ``keys`` lists the keys of every rank."""
-    found: dict[Hashable, list[int]] = {}
+    ranks_by_key: dict[Hashable, list[int]] = {}
     for rank, own in enumerate(keys):
         for key in own:
-            found.setdefault(key, []).append(rank)
-    return {key: tuple(ranks) for key, ranks in found.items()}
+            ranks_by_key.setdefault(key, []).append(rank)
+    return {key: tuple(ranks) for key, ranks in ranks_by_key.items()}
 
 
 def find_levels(groups: Iterable[Group]) -> dict[Group, int]:

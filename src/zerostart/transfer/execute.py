@@ -14,7 +14,7 @@ import torch
 from zerostart.checkpoint.storage import Reader, Rows
 from zerostart.recipe import one_thread
 from zerostart.transfer.planning import Computation, Destination, Part, Plan, Read
-from zerostart.transfer.staging import HostStaging, bytes_view, make_staging
+from zerostart.transfer.staging import HostStaging, make_staging, view_bytes
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
@@ -91,7 +91,7 @@ class _Reading:
                 # Computations follow all reads, and are not announced.
                 if number + self._ahead < len(reads):
                     following = reads[number + self._ahead]
-                    self._reader.announce(following.file, following.offset, _rows(following))
+                    self._reader.announce(following.file, following.offset, _rows_of(following))
                 if isinstance(item, Read):
                     self._read(item, self._targets, staging)
                 else:
@@ -99,20 +99,20 @@ class _Reading:
 
     def _read(self, read: Read, targets: _Targets, staging: HostStaging) -> None:
         if read.direct:
-            self._into_place(read, targets)
+            self._read_into_place(read, targets)
         else:
-            self._into(staging.view(read.nbytes), read)
+            self._read_into(staging.view(read.nbytes), read)
             staging.deliver(read.parts, targets.storages)
         self._progress.advance(read.nbytes)
 
-    def _into(self, buffer: memoryview, read: Read) -> None:
+    def _read_into(self, buffer: memoryview, read: Read) -> None:
         if read.rows == 1:
             self._reader.read(read.file, read.offset, [buffer])
         else:
-            rows = _rows(read)
+            rows = _rows_of(read)
             self._reader.gather(read.file, read.offset, rows, buffer, rows.width)
 
-    def _into_place(self, read: Read, targets: _Targets) -> None:
+    def _read_into_place(self, read: Read, targets: _Targets) -> None:
         # One positioned read that scatters: the parts tile it in order.
         if read.rows == 1:
             self._reader.read(read.file, read.offset, [targets.place(part) for part in read.parts])
@@ -120,7 +120,7 @@ class _Reading:
         # Rows land ``step`` bytes apart; the bytes between belong to other reads. ``place`` ends with the
         # last row, so nothing after it can be written.
         (part,) = read.parts
-        rows, step = _rows(read), part.loops[0][2] * part.dtype.itemsize
+        rows, step = _rows_of(read), part.loops[0][2] * part.dtype.itemsize
         place = targets.place(part, (rows.count - 1) * step + rows.width)
         self._reader.gather(read.file, read.offset, rows, place, step)
 
@@ -137,20 +137,20 @@ class _Reading:
                 # on them.
                 for number, shape, strides in step.operands
             ]
-            made = step.source.evaluate(operands, step.box, step.factors).contiguous()
+            result = step.source.evaluate(operands, step.box, step.factors).contiguous()
             # Not ``view(-1)``: a dimension of size 1 may have stride 0. Parts take bytes, as from a read.
-            result = made.as_strided((made.numel(),), (1,)).view(torch.uint8)
+            result = result.as_strided((result.numel(),), (1,)).view(torch.uint8)
             # Results of earlier steps are operands of later ones, and stay in registers.
             to = targets if step is computation.steps[-1] else registers
             for part in step.parts:
-                staging.put(part, result, to.storages[part.target])
+                staging.copy_part(part, result, to.storages[part.target])
 
 
 class _Targets:
     def __init__(self, destinations: Sequence[Destination], storages: Sequence[torch.Tensor]) -> None:
         self.storages = storages
         self._views = [
-            bytes_view(storage) if destination.direct and storage.numel() else None
+            view_bytes(storage) if destination.direct and storage.numel() else None
             for destination, storage in zip(destinations, storages, strict=True)
         ]
 
@@ -161,7 +161,7 @@ class _Targets:
         return view[begin : begin + (part.nbytes if nbytes is None else nbytes)]
 
 
-def _rows(read: Read) -> Rows:
+def _rows_of(read: Read) -> Rows:
     return Rows(read.rows, read.nbytes // read.rows, read.stride)
 
 
@@ -193,9 +193,9 @@ class Crew(Generic[T]):
 
         Returns when all have ended. The first error stops the others and is raised here.
         """
-        beside = threads - (meet is None)
-        names = [f"{self._name}-{number}" for number in range(beside)]
-        self._started = [threading.Thread(target=self._take_part_beside, name=n, daemon=True) for n in names]
+        extra_threads = threads - (meet is None)
+        names = [f"{self._name}-{number}" for number in range(extra_threads)]
+        self._started = [threading.Thread(target=self._run_in_thread, name=n, daemon=True) for n in names]
         try:
             for worker in self._started:
                 worker.start()
@@ -228,17 +228,17 @@ class Crew(Generic[T]):
 
     def _take_part(self) -> None:
         try:
-            self._work(self._taken())
+            self._work(self._next_items())
         except BaseException as error:  # raised again in the calling thread
             self._error = self._error or error
 
-    def _take_part_beside(self) -> None:
+    def _run_in_thread(self) -> None:
         if self._device is not None and self._device.index is not None:
             torch.accelerator.set_device_index(self._device.index)
         with torch.inference_mode(self._inference), torch.no_grad():
             self._take_part()
 
-    def _taken(self) -> Iterator[T]:
+    def _next_items(self) -> Iterator[T]:
         while self._error is None:
             # Only one thread at a time may run a generator.
             with self._lock:
@@ -257,7 +257,7 @@ class Progress:
         self._lock = threading.Lock()
         self._bar: Bar | None = None
         if shown and sys.stderr.isatty():
-            self._bar = _drawn()
+            self._bar = _make_bar()
             self._task = self._bar.add_task("Reading the shard of rank 0", total=total)
 
     def __enter__(self) -> Progress:
@@ -280,7 +280,7 @@ class Progress:
             self._bar.advance(self._task, nbytes)
 
 
-def _drawn() -> Bar:
+def _make_bar() -> Bar:
     # A slow import that most ranks do not need.
     from rich import progress
     from rich.console import Console

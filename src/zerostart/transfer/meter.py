@@ -47,7 +47,7 @@ class PeakMeter:
     ) -> None:
         self._stop.set()
         self._thread.join()
-        self._note()
+        self._take_sample()
         if self.device.type != "cpu":
             peak = peak_bytes(self.device)
             if peak is None:
@@ -61,7 +61,7 @@ class PeakMeter:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Exclude memory that the body adds, such as imports."""
-        self._note()
+        self._take_sample()
         self._paused = True
         before = anonymous_bytes()
         try:
@@ -73,9 +73,9 @@ class PeakMeter:
     def _sample(self) -> None:
         while not self._stop.wait(self.interval):
             if not self._paused:
-                self._note()
+                self._take_sample()
 
-    def _note(self) -> None:
+    def _take_sample(self) -> None:
         self.host_bytes = max(self.host_bytes, anonymous_bytes() - self._host_before)
         self._device_seen = max(self._device_seen, allocated_bytes(self.device))
 
@@ -94,7 +94,7 @@ def anonymous_bytes() -> int:
 
 def allocated_bytes(device: torch.device) -> int:
     """Return bytes of tensors on an accelerator; 0 for the host, and if unknown."""
-    return _figure(torch.accelerator.memory_allocated, device) or 0
+    return _get_figure(torch.accelerator.memory_allocated, device) or 0
 
 
 def peak_bytes(device: torch.device) -> int | None:
@@ -102,10 +102,10 @@ def peak_bytes(device: torch.device) -> int | None:
 
     None if its allocator counts nothing.
     """
-    return _figure(torch.accelerator.max_memory_allocated, device)
+    return _get_figure(torch.accelerator.max_memory_allocated, device)
 
 
-def _figure(figure: Callable[[torch.device], int], device: torch.device) -> int | None:
+def _get_figure(figure: Callable[[torch.device], int], device: torch.device) -> int | None:
     if device.type == "cpu":
         return 0
     try:
@@ -137,22 +137,22 @@ def has_streams(device: torch.device) -> bool:
 def free_bytes(device: torch.device) -> int | None:
     """Return bytes that can still be allocated on ``device``; None if unknown."""
     if device.type != "cpu":
-        found = _driver(device)
-        if found is None:
+        figures = _ask_driver(device)
+        if figures is None:
             return None
-        held = _figure(torch.accelerator.memory_reserved, device) or 0
-        return found[0] + held - allocated_bytes(device)
+        reserved = _get_figure(torch.accelerator.memory_reserved, device) or 0
+        return figures[0] + reserved - allocated_bytes(device)
     free = available_memory()
     return None if free == UNKNOWN else free
 
 
 def device_bytes(device: torch.device) -> int | None:
     """Return the size of an accelerator's memory; None for the host, and if unknown."""
-    found = _driver(device) if device.type != "cpu" else None
-    return None if found is None else found[1]
+    figures = _ask_driver(device) if device.type != "cpu" else None
+    return None if figures is None else figures[1]
 
 
-def _driver(device: torch.device) -> tuple[int, int] | None:
+def _ask_driver(device: torch.device) -> tuple[int, int] | None:
     """Return free and total bytes of an accelerator; None if unknown."""
     try:
         free, most = torch.accelerator.get_memory_info(device)

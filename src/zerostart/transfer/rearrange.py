@@ -12,7 +12,7 @@ Segment = tuple[int, int, int]
 SCRATCH = 8 << 20
 
 
-def in_place(segments: Sequence[Segment]) -> bool:
+def is_in_place(segments: Sequence[Segment]) -> bool:
     """Return True if every segment is in its final place."""
     return all(start == to for start, to, _ in segments)
 
@@ -30,12 +30,12 @@ def rearrange(flat: torch.Tensor, segments: Sequence[Segment], scratch: int = SC
         ordered.append((start, end, to, numel))
         end += numel
     # Segments are identified by their old start.
-    wanted = {start: place for start, place, _, _ in ordered}
+    packed_place = {start: place for start, place, _, _ in ordered}
     # 1. Close the gaps, from the front, so that no segment overwrites a later one.
     end, packed = 0, []
     for start, _, numel in segments:
         mover.move(start, end, numel)
-        packed.append((wanted[start], numel))
+        packed.append((packed_place[start], numel))
         end += numel
     # 2. Bring the adjacent segments into their new order.
     _permute(mover, packed)
@@ -51,7 +51,7 @@ def _permute(mover: _Mover, parts: Sequence[tuple[int, int]]) -> None:
     they fit, otherwise equal lengths are exchanged, which may cut a part in two.
     """
     # Everything before ``at`` is in order; ``queue`` has the parts from there on.
-    queue, at = _joined(parts), 0
+    queue, at = _merge_neighbours(parts), 0
     while queue:
         # A part always starts at ``at``, also after cuts.
         index = next(i for i, (target, _) in enumerate(queue) if target == at)
@@ -64,12 +64,12 @@ def _permute(mover: _Mover, parts: Sequence[tuple[int, int]]) -> None:
             # Swap it with the first parts of the gap, which then follow the rest of the gap.
             mover.swap(at, at + gap, numel)
             # The parts in ``head`` keep their targets.
-            head, tail = _cut(before, numel)
-            queue = _joined(tail + head + after)
+            head, tail = _split_parts(before, numel)
+            queue = _merge_neighbours(tail + head + after)
             at += numel
         elif gap <= mover.room:
             mover.rotate(at, gap, numel)
-            queue = _joined(before + after)
+            queue = _merge_neighbours(before + after)
             at += numel
         else:
             # Longer than the gap: its first elements fill the gap, and it remains the next part.
@@ -78,27 +78,29 @@ def _permute(mover: _Mover, parts: Sequence[tuple[int, int]]) -> None:
             queue[index] = (at, numel - gap)
 
 
-def _cut(parts: Sequence[tuple[int, int]], numel: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+def _split_parts(
+    parts: Sequence[tuple[int, int]], numel: int
+) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     head, tail = [], []
     for target, length in parts:
-        taken = min(length, numel)
-        numel -= taken
-        if taken:
-            head.append((target, taken))
-        if taken < length:
-            tail.append((target + taken, length - taken))
+        count = min(length, numel)
+        numel -= count
+        if count:
+            head.append((target, count))
+        if count < length:
+            tail.append((target + count, length - count))
     return head, tail
 
 
-def _joined(parts: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+def _merge_neighbours(parts: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """Merge neighbours that remain neighbours."""
-    found: list[tuple[int, int]] = []
+    merged: list[tuple[int, int]] = []
     for target, numel in parts:
-        if found and sum(found[-1]) == target:
-            found[-1] = (found[-1][0], found[-1][1] + numel)
+        if merged and sum(merged[-1]) == target:
+            merged[-1] = (merged[-1][0], merged[-1][1] + numel)
         else:
-            found.append((target, numel))
-    return found
+            merged.append((target, numel))
+    return merged
 
 
 class _Mover:
@@ -106,7 +108,7 @@ class _Mover:
         self.room = room
         self._flat = flat
         self._scratch: torch.Tensor | None = None
-        self._kept: torch.Tensor | None = None
+        self._rotated: torch.Tensor | None = None
 
     def move(self, start: int, to: int, numel: int) -> None:
         """Copy ``numel`` elements; source and destination may overlap."""
@@ -119,28 +121,28 @@ class _Mover:
             source = self._flat[start + first : start + first + count]
             # `copy_` may read elements that it has written, so overlapping chunks go through scratch.
             if abs(to - start) < count:
-                source = self._through(source)
+                source = self._copy_to_scratch(source)
             self._flat[to + first : to + first + count].copy_(source)
 
-    def swap(self, one: int, other: int, numel: int) -> None:
+    def swap(self, first_start: int, second_start: int, numel: int) -> None:
         """Exchange two runs that do not overlap."""
         for first in range(0, numel, self.room):
             count = min(self.room, numel - first)
-            a = self._flat[one + first : one + first + count]
-            b = self._flat[other + first : other + first + count]
-            saved = self._through(a)
+            a = self._flat[first_start + first : first_start + first + count]
+            b = self._flat[second_start + first : second_start + first + count]
+            saved = self._copy_to_scratch(a)
             a.copy_(b)
             b.copy_(saved)
 
     def rotate(self, at: int, gap: int, numel: int) -> None:
-        if self._kept is None:
-            self._kept = self._flat.new_empty(self.room)
+        if self._rotated is None:
+            self._rotated = self._flat.new_empty(self.room)
         # ``move`` uses the other scratch buffer.
-        kept = self._kept[:gap].copy_(self._flat[at : at + gap])
+        saved = self._rotated[:gap].copy_(self._flat[at : at + gap])
         self.move(at + gap, at, numel)
-        self._flat[at + numel : at + numel + gap].copy_(kept)
+        self._flat[at + numel : at + numel + gap].copy_(saved)
 
-    def _through(self, source: torch.Tensor) -> torch.Tensor:
+    def _copy_to_scratch(self, source: torch.Tensor) -> torch.Tensor:
         if self._scratch is None:
             self._scratch = self._flat.new_empty(self.room)
         return self._scratch[: source.numel()].copy_(source)

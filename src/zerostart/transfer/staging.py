@@ -26,7 +26,7 @@ _idle: dict[torch.device, list[torch.Stream]] = {}
 
 
 @contextlib.contextmanager
-def own_stream(device: torch.device) -> Iterator[torch.Stream | None]:
+def use_stream(device: torch.device) -> Iterator[torch.Stream | None]:
     """Use a stream that no other thread uses; None on devices without streams.
 
     Streams are reused, since the allocator keeps memory for each.
@@ -49,7 +49,7 @@ def own_stream(device: torch.device) -> Iterator[torch.Stream | None]:
         idle.append(stream)
 
 
-def bytes_view(tensor: torch.Tensor) -> memoryview:
+def view_bytes(tensor: torch.Tensor) -> memoryview:
     """Return a writable view of a contiguous host tensor's bytes."""
     array: Any = tensor.view(torch.uint8).numpy()
     return memoryview(array)
@@ -72,14 +72,14 @@ class HostStaging:
 
     def view(self, nbytes: int) -> memoryview:
         """Return room for the next ``nbytes``."""
-        return bytes_view(self._buffer)[:nbytes]
+        return view_bytes(self._buffer)[:nbytes]
 
     def deliver(self, parts: Sequence[Part], storages: Sequence[torch.Tensor]) -> None:
         """Copy the parts of the last read."""
         for part in parts:
-            self.put(part, self._buffer, storages[part.target])
+            self.copy_part(part, self._buffer, storages[part.target])
 
-    def put(self, part: Part, data: torch.Tensor, storage: torch.Tensor) -> None:
+    def copy_part(self, part: Part, data: torch.Tensor, storage: torch.Tensor) -> None:
         """Copy one part of ``data``."""
         raw = data[part.at : part.at + part.nbytes]
         # ``data`` may be a view that starts later in its storage.
@@ -109,7 +109,7 @@ class DeviceStaging(HostStaging):
 
     def __enter__(self) -> DeviceStaging:
         self._within.enter_context(torch.no_grad())
-        self._stream = self._within.enter_context(own_stream(self._device))
+        self._stream = self._within.enter_context(use_stream(self._device))
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -126,7 +126,7 @@ class DeviceStaging(HostStaging):
             else torch.empty(self._nbytes, dtype=torch.uint8, device="cpu")
             for _ in range(self._depth)
         ]
-        return [(buffer, bytes_view(buffer)) for buffer in buffers]
+        return [(buffer, view_bytes(buffer)) for buffer in buffers]
 
     @cached_property
     def _raw(self) -> torch.Tensor:
@@ -135,10 +135,10 @@ class DeviceStaging(HostStaging):
 
     def view(self, nbytes: int) -> memoryview:
         """Return room for the next ``nbytes``, once its earlier contents are copied."""
-        sent = self._sent[self._turn]
+        event = self._sent[self._turn]
         # The buffers let storage and bus work at the same time.
-        if sent is not None:
-            sent.synchronize()
+        if event is not None:
+            event.synchronize()
         return self._host[self._turn][1][:nbytes]
 
     def deliver(self, parts: Sequence[Part], storages: Sequence[torch.Tensor]) -> None:
@@ -152,7 +152,7 @@ class DeviceStaging(HostStaging):
         # Here, since ``view`` and ``deliver`` of one read use the same buffer.
         self._turn = (self._turn + 1) % self._depth
 
-    def put(self, part: Part, data: torch.Tensor, storage: torch.Tensor) -> None:
+    def copy_part(self, part: Part, data: torch.Tensor, storage: torch.Tensor) -> None:
         """Copy one part and wait, since the caller reuses its pageable memory."""
         self._send(part, data, storage)
         self._wait()
@@ -164,7 +164,7 @@ class DeviceStaging(HostStaging):
     def _send(self, part: Part, data: torch.Tensor, storage: torch.Tensor) -> None:
         # A register, or a tensor on the host or on another device.
         if storage.device != self._device:
-            super().put(part, data, storage)
+            super().copy_part(part, data, storage)
             return
         source = data[part.at : part.at + part.nbytes]
         # No cast and one run: copy from page-locked memory straight into place.
@@ -179,7 +179,7 @@ class DeviceStaging(HostStaging):
             raw.copy_(source, non_blocking=self._pinned)
             copy_strided(storage, part.to, raw.view(part.dtype), part.loops)
         else:  # an uncut result, larger than the buffer
-            super().put(part, data, storage)
+            super().copy_part(part, data, storage)
 
 
 def make_staging(nbytes: int, depth: int, device: torch.device | None) -> HostStaging:
@@ -194,24 +194,26 @@ SIDE, BLOCK = 512, 256 << 10
 def copy_strided(target: torch.Tensor, to: int, source: torch.Tensor, loops: Sequence[Loop]) -> None:
     """Copy between 1-D tensors by ``loops`` of (size, source stride, target stride); may cast."""
     # On the host, a plain strided copy of a transposition misses the cache at nearly every element.
-    turned = _transposition(loops) if source.device.type == target.device.type == "cpu" else None
+    turned = _find_transposition(loops) if source.device.type == target.device.type == "cpu" else None
     with torch.no_grad():
         if turned is None:
-            _view(target, to, loops, 2).copy_(_view(source, 0, loops, 1))
+            _view_loops(target, to, loops, 2).copy_(_view_loops(source, 0, loops, 1))
             return
         inner, outer, others = turned
         for indices in product(*(range(size) for size, _, _ in others)):
             start = sum(i * loop[1] for i, loop in zip(indices, others, strict=True))
             place = to + sum(i * loop[2] for i, loop in zip(indices, others, strict=True))
-            _transpose(_view(target, place, (inner, outer), 2), _view(source, start, (outer, inner), 1))
+            _transpose(
+                _view_loops(target, place, (inner, outer), 2), _view_loops(source, start, (outer, inner), 1)
+            )
 
 
-def _view(tensor: torch.Tensor, start: int, loops: Sequence[Loop], side: int) -> torch.Tensor:
+def _view_loops(tensor: torch.Tensor, start: int, loops: Sequence[Loop], side: int) -> torch.Tensor:
     sizes, strides = [loop[0] for loop in loops], [loop[side] for loop in loops]
     return tensor.as_strided(sizes, strides, tensor.storage_offset() + start)
 
 
-def _transposition(loops: Sequence[Loop]) -> tuple[Loop, Loop, list[Loop]] | None:
+def _find_transposition(loops: Sequence[Loop]) -> tuple[Loop, Loop, list[Loop]] | None:
     """Return the loops dense in the source and in the target, and the others.
 
     None unless both are long and different; blocks gain nothing otherwise.

@@ -128,7 +128,7 @@ class Tuning:
         stream = self.chunk_size / (self.cost.latency + self.chunk_size / self.cost.rate)
         return Rates(link=stream * self.threads * self.ranks)
 
-    def suited(self, plan: Plan) -> Tuning:
+    def fit_to_plan(self, plan: Plan) -> Tuning:
         """Return the setting with enough threads to fill the line to a store."""
         reads = [read for read in plan.reads if read.nbytes]
         if self.cost is None or not reads or plan.computations:
@@ -139,8 +139,8 @@ class Tuning:
         room = self.limit // max(1, self.depth * staged + self.buffer)
         mean = sum(read.nbytes for read in reads) / len(reads)
         stream = mean / (self.cost.latency + mean / self.cost.rate)
-        wanted = min(MOST_DEPTH, math.ceil(LINE_RATE / self.ranks / stream))
-        return replace(self, threads=max(self.threads, min(wanted, room)), request_bytes=int(mean))
+        needed = min(MOST_DEPTH, math.ceil(LINE_RATE / self.ranks / stream))
+        return replace(self, threads=max(self.threads, min(needed, room)), request_bytes=int(mean))
 
     def reader(self, plan: Plan) -> Reader:
         """Return the reader for the plan's reads."""
@@ -154,8 +154,8 @@ class Tuning:
         if self.cost is not None:
             # Each thread has one request, often shorter than a chunk.
             mean = self.request_bytes
-            each = f"{decimal(mean)} on average" if mean else f"up to {chunk}"
-            words = [f"up to {self.threads} requests of {each} in flight"]
+            size = f"{decimal(mean)} on average" if mean else f"up to {chunk}"
+            words = [f"up to {self.threads} requests of {size} in flight"]
         if self.file_system:
             cached = "" if self.resident is None else f", {self.resident:.0%} in the page cache"
             words.append(f"{self.file_system}{cached}")
@@ -179,59 +179,59 @@ def tune(
     ranks = ranks or local_ranks()
     share = max(1, math.floor(cores() / ranks))
     depth = 2 if staged_on_device else 1
-    found = storage.residency()
-    cold = (found.resident or 0.0) < WARM
+    residency = storage.residency()
+    cold = (residency.resident or 0.0) < WARM
     if not cold:
         # 1. Warm: reads are copies by the processors that this rank shares.
         threads = max(2, min(8, share))
     else:
         # 2. Cold: the machine's ranks share the queue of the disk or the network file system.
-        threads = max(4, min(8, (NETWORK_DEPTH if found.remote else DISK_DEPTH) // ranks))
-    if found.depth:
+        threads = max(4, min(8, (NETWORK_DEPTH if residency.remote else DISK_DEPTH) // ranks))
+    if residency.depth:
         # 3. A store: as many requests as hide its latency.
-        threads = max(LEAST_DEPTH, min(CHUNKS_DEPTH, found.depth // ranks))
+        threads = max(LEAST_DEPTH, min(CHUNKS_DEPTH, residency.depth // ranks))
     tuning = Tuning(
         threads=threads,
         chunk_size=chunk_size or CHUNK,
         depth=depth,
         cold=cold,
-        direct=cold and found.direct,
-        file_system=found.kind,
-        resident=found.resident,
-        remote=found.remote,
+        direct=cold and residency.direct,
+        file_system=residency.kind,
+        resident=residency.resident,
+        remote=residency.remote,
         ranks=ranks,
-        buffer=found.buffer,
+        buffer=residency.buffer,
         cost=storage.cost,
     )
-    tuning = _within(tuning, computes, memory_limit, chunk_size, DEVICE_RING if staged_on_device else RING)
+    tuning = _fit(tuning, computes, memory_limit, chunk_size, DEVICE_RING if staged_on_device else RING)
     if staged_on_device and rounds_up():  # rounding then adds nothing to a chunk
         tuning = replace(tuning, chunk_size=1 << (tuning.chunk_size.bit_length() - 1))
     return tuning
 
 
-def _within(tuning: Tuning, computes: bool, limit: int | None, chunk_size: int | None, ring: int) -> Tuning:
+def _fit(tuning: Tuning, computes: bool, limit: int | None, chunk_size: int | None, ring: int) -> Tuning:
     # Without a limit: an eighth of free memory, divided by the machine's ranks, up to the ring.
     ring = ring if tuning.cost is None else STORE_RING
     share = available_memory() // 8 // tuning.ranks
-    most = limit if limit is not None else min(ring, max(4 * MiB, share))
+    max_bytes = limit if limit is not None else min(ring, max(4 * MiB, share))
     threads, direct, chunk = tuning.threads, tuning.direct, tuning.chunk_size
-    depth = tuning.depth if most >= (tuning.depth + computes) * MIN_CHUNK else 1
+    depth = tuning.depth if max_bytes >= (tuning.depth + computes) * MIN_CHUNK else 1
     chunks = depth + computes  # per thread
     # Direct reads need another aligned buffer per thread, and are given up first.
-    if direct and most < threads * (BOUNCE_BYTES + chunks * MIN_CHUNK):
+    if direct and max_bytes < threads * (BOUNCE_BYTES + chunks * MIN_CHUNK):
         direct = False
     # The reader's own buffers take at most half of the room.
     if tuning.buffer:
-        threads = max(1, min(threads, most // (2 * tuning.buffer)))
-    room = max(chunks * MIN_CHUNK, most - threads * (BOUNCE_BYTES * direct + tuning.buffer))
+        threads = max(1, min(threads, max_bytes // (2 * tuning.buffer)))
+    room = max(chunks * MIN_CHUNK, max_bytes - threads * (BOUNCE_BYTES * direct + tuning.buffer))
     if chunk_size is None:
-        each = room // (threads * chunks)
+        chunk_room = room // (threads * chunks)
         # Whole MiB if possible; below one MiB, fewer threads.
-        each = each // MiB * MiB if each >= MiB else min(MiB, room // chunks)
-        chunk = min(chunk, max(MIN_CHUNK, each))
+        chunk_room = chunk_room // MiB * MiB if chunk_room >= MiB else min(MiB, room // chunks)
+        chunk = min(chunk, max(MIN_CHUNK, chunk_room))
     elif limit is not None:
         # Only a limit of the caller reduces a chunk that the caller chose.
         chunk = max(MIN_CHUNK, min(chunk, room // chunks))
     if chunk_size is None or limit is not None:
         threads = max(1, min(threads, room // (chunks * chunk)))
-    return replace(tuning, threads=threads, chunk_size=chunk, depth=depth, direct=direct, limit=most)
+    return replace(tuning, threads=threads, chunk_size=chunk, depth=depth, direct=direct, limit=max_bytes)

@@ -15,14 +15,14 @@ from zerostart.transfer.buffers import page_locked, release_locked
 from zerostart.transfer.execute import Crew
 from zerostart.transfer.planning.plan import is_one_run
 from zerostart.transfer.planning.writes import Write, WritePlan
-from zerostart.transfer.staging import bytes_view, copy_strided, own_stream
+from zerostart.transfer.staging import copy_strided, use_stream, view_bytes
 
 #: Room next to a chunk in a staging buffer, so that both can start anywhere in a page.
 SLACK = 2 * PAGE
 #: Receives each written block: tensor name, first element, distance of rows, and rows [rows, elements]
 #: in the file's dtype. It runs in several threads under the stream that fills the rows, and must not keep
 #: them. They are on the accelerator if they come from there.
-Noted = Callable[[str, int, int, torch.Tensor], None]
+OnWrite = Callable[[str, int, int, torch.Tensor], None]
 #: Returns the elements to write, from the first element's number and the stored elements.
 Change = Callable[[int, torch.Tensor], torch.Tensor]
 
@@ -58,8 +58,8 @@ class Source:
 
     def elements(self, first: int, count: int) -> torch.Tensor:
         """Return ``count`` elements from ``first`` on, changed."""
-        held = self.storage[first : first + count]
-        return held if self.change is None else self.change(first, held)
+        elements = self.storage[first : first + count]
+        return elements if self.change is None else self.change(first, elements)
 
 
 def write_out(
@@ -67,11 +67,11 @@ def write_out(
     storages: Sequence[Source],
     writer: Writer | None,
     threads: int = 2,
-    noted: Noted | None = None,
+    on_write: OnWrite | None = None,
 ) -> int:
     """Write the contents of ``storages``, one per origin; return the bytes.
 
-    Without a ``writer`` only ``noted`` is called. A thread takes a buffer of ``chunk_size`` and ``SLACK``,
+    Without a ``writer`` only ``on_write`` is called. A thread takes a buffer of ``chunk_size`` and ``SLACK``,
     and one of ``chunk_size`` on an accelerator. The first error of a thread stops the others and is raised
     here.
     """
@@ -80,7 +80,7 @@ def write_out(
         # The threads' streams do not wait for computations on other streams.
         torch.accelerator.synchronize(each)
     device = next(iter(devices), None)
-    writing = _Writing(plan, storages, writer, noted, device)
+    writing = _Writing(plan, storages, writer, on_write, device)
     # There are enough writing threads to use all processors.
     with one_thread():
         crew = Crew(plan.writes, writing.work, device, "zerostart-writer")
@@ -95,11 +95,11 @@ class _Writing:
     plan: WritePlan
     storages: Sequence[Source]
     writer: Writer | None
-    noted: Noted | None
+    on_write: OnWrite | None
     device: torch.device | None
 
     def work(self, writes: Iterator[Write]) -> None:
-        with torch.no_grad(), own_stream(self.device or torch.device("cpu")) as stream:
+        with torch.no_grad(), use_stream(self.device or torch.device("cpu")) as stream:
             room = _Room(self.plan.chunk_size, self.device, stream)
             try:
                 for write in writes:
@@ -110,41 +110,41 @@ class _Writing:
 
     def _write(self, write: Write, room: _Room) -> None:
         stores = {self.storages[part.target].storage.device for part in write.parts}
-        there = self.device is not None and stores == {self.device}
-        if there:
+        on_device = self.device is not None and stores == {self.device}
+        if on_device:
             # The accelerator collects, casts and sums: fewer bytes to copy, and less work for the host.
-            data = self._data_there(write, room)
+            data = self._collect_on_device(write, room)
             self._note(write, data)
             if self.writer is None:
                 return
             lead = self.writer.lead(write.name, write.first * write.dtype.itemsize)
-            data = room.fetched(data, lead)
+            data = room.fetch(data, lead)
         else:
-            data = self._data(write, room)
-        view, width = bytes_view(data), write.dtype.itemsize
+            data = self._collect(write, room)
+        view, width = view_bytes(data), write.dtype.itemsize
         for first, count, step, rows in write.rows():
             if self.writer is not None:
                 span = view[first * width : (first + (rows - 1) * step + count) * width]
                 place = (write.first + first) * width
                 self.writer.write_rows(write.name, span, place, count * width, step * width, rows)
-        if not there:
+        if not on_device:
             self._note(write, data)
 
     def _note(self, write: Write, data: torch.Tensor) -> None:
-        if self.noted is None:
+        if self.on_write is None:
             return
         for first, count, step, rows in write.rows():
-            seen = data.as_strided((rows, count), (step, 1), int(data.storage_offset()) + first)
-            self.noted(write.name, write.first + first, step, seen)
+            row_elements = data.as_strided((rows, count), (step, 1), int(data.storage_offset()) + first)
+            self.on_write(write.name, write.first + first, step, row_elements)
 
-    def _data_there(self, write: Write, room: _Room) -> torch.Tensor:
+    def _collect_on_device(self, write: Write, room: _Room) -> torch.Tensor:
         if len(write.parts) == 1 and write.count == write.span and is_one_run(write.parts[0].loops):
             (part,) = write.parts
-            held = self.storages[part.target].elements(part.to, write.count)
-            if held.dtype == write.dtype:
-                return held
-            return room.elements_there(write.span, write.dtype).copy_(held)
-        data = room.elements_there(write.span, write.dtype)
+            elements = self.storages[part.target].elements(part.to, write.count)
+            if elements.dtype == write.dtype:
+                return elements
+            return room.device_elements(write.span, write.dtype).copy_(elements)
+        data = room.device_elements(write.span, write.dtype)
         self._gather(write, data)
         return data
 
@@ -156,7 +156,7 @@ class _Writing:
             count = 1 + sum((size - 1) * local for size, local, _ in loops)
             copy_strided(data, at, self.storages[part.target].elements(part.to, count), loops)
 
-    def _data(self, write: Write, room: _Room) -> torch.Tensor:
+    def _collect(self, write: Write, room: _Room) -> torch.Tensor:
         lead = 0
         if self.writer is not None:
             lead = self.writer.lead(write.name, write.first * write.dtype.itemsize)
@@ -188,7 +188,7 @@ class _Room:
         return room[-room.data_ptr() % PAGE :]
 
     @cached_property
-    def _there(self) -> torch.Tensor:
+    def _device_buffer(self) -> torch.Tensor:
         return torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
 
     def elements(self, count: int, dtype: torch.dtype, lead: int) -> torch.Tensor:
@@ -196,16 +196,16 @@ class _Room:
         begin = lead - lead % dtype.itemsize
         return self._buffer[begin : begin + count * dtype.itemsize].view(dtype)
 
-    def elements_there(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+    def device_elements(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Return room for ``count`` elements on the accelerator."""
-        return self._there[: count * dtype.itemsize].view(dtype)
+        return self._device_buffer[: count * dtype.itemsize].view(dtype)
 
-    def fetched(self, data: torch.Tensor, lead: int) -> torch.Tensor:
+    def fetch(self, data: torch.Tensor, lead: int) -> torch.Tensor:
         """Copy ``data`` from the accelerator and wait for it."""
-        here = self.elements(data.numel(), data.dtype, lead)
-        here.copy_(data, non_blocking=self._stream is not None)
+        copied = self.elements(data.numel(), data.dtype, lead)
+        copied.copy_(data, non_blocking=self._stream is not None)
         self.wait()
-        return here
+        return copied
 
     def wait(self) -> None:
         if self._stream is not None:

@@ -14,7 +14,7 @@ from zerostart.checkpoint.source import open_catalog
 from zerostart.geometry.layout import Layout, dimension_shard, flat_partition, packed, replicated
 from zerostart.recipe import Recipe, SymbolicTensor, Target
 from zerostart.transfer.planning import Count, Destination, PlanOptions, Share, count_reads, join
-from zerostart.transfer.planning.plan import read_starts
+from zerostart.transfer.planning.plan import find_starts
 
 LAYERS = 3
 THREADS = 2
@@ -89,6 +89,6 @@ def test_counts_equal_the_plans(tmp_path: Path, data: st.DataObject, world: int,
 @pytest.mark.parametrize(("gap", "reads"), [(0, 1), (40, 1), (41, 2)])
 def test_a_small_gap_is_read_through_where_a_buffer_takes_it(gap: int, reads: int) -> None:
     found = [(0, 0, 1000, False, 1), (0, 1000 + gap, 1000, False, 1)]
-    assert len([*read_starts(found, PlanOptions(4096, gap_share=0.04, gap_floor=512))]) == reads
+    assert len([*find_starts(found, PlanOptions(4096, gap_share=0.04, gap_floor=512))]) == reads
     direct = [(*segment[:3], True, 1) for segment in found]
-    assert len([*read_starts(direct, PlanOptions(4096))]) == (1 if gap == 0 else 2)
+    assert len([*find_starts(direct, PlanOptions(4096))]) == (1 if gap == 0 else 2)

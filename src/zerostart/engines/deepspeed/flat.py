@@ -24,7 +24,7 @@ from zerostart.errors import InsufficientMemoryError
 from zerostart.geometry.layout import Parallelism
 from zerostart.geometry.layout.layout import FlatGroup, FlatRules
 from zerostart.transfer.meter import free_bytes
-from zerostart.transfer.rearrange import Segment, in_place, rearrange
+from zerostart.transfer.rearrange import Segment, is_in_place, rearrange
 from zerostart.upstream.deepspeed import zero12_optimizers as upstream
 from zerostart.upstream.deepspeed.construction import restore_hooks
 from zerostart.upstream.deepspeed.zero3_partitions import import_deepspeed, load_operations
@@ -129,7 +129,7 @@ def _arrange(
     if end > room or _overlapping(segments):
         return []
     base = _entire(first)
-    if not in_place(segments):
+    if not is_in_place(segments):
         # The parameters, the buffer as a whole, and the handle of the storage.
         if storage_users(storage) > len(members) + 2:
             logger.warning(

@@ -25,7 +25,7 @@ from zerostart.errors import EngineError
 from zerostart.geometry.layout import Layout, flat_partition
 from zerostart.transfer import Arena, page_locked
 from zerostart.transfer.buffers import ALIGNMENT
-from zerostart.transfer.rearrange import Segment, in_place, rearrange
+from zerostart.transfer.rearrange import Segment, is_in_place, rearrange
 from zerostart.upstream.deepspeed import nvme
 from zerostart.upstream.deepspeed import zero3_partitions as upstream
 from zerostart.upstream.deepspeed.construction import restore_hooks
@@ -103,7 +103,7 @@ def arrange(groups: Sequence[Sequence[torch.Tensor]], others: Sequence[torch.Ten
         return
     base = torch.empty(0, dtype=torch.uint8, device=storage.device)
     base.set_(storage, 0, (storage.nbytes(),), (1,))
-    if not in_place(segments):
+    if not is_in_place(segments):
         # The tensors, the buffer as a whole, and the handle of the storage.
         if storage_users(storage) > len(here) + 2:
             logger.warning(

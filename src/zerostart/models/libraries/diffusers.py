@@ -23,9 +23,9 @@ from zerostart.recipe import (
     Recipes,
     SymbolicTensor,
     Target,
-    dequantised_symbols,
-    leaves_of,
-    matched,
+    dequantise_symbols,
+    find_leaves,
+    match_names,
     run_converter,
 )
 from zerostart.upstream.diffusers import weights as upstream
@@ -62,12 +62,12 @@ class Diffusers(ModelLibrary):
         from huggingface_hub import try_to_load_from_cache
 
         try:
-            found = upstream.original_release(shapes)
+            release = upstream.original_release(shapes)
         except UnsupportedVersionError:
             return None
-        if found is None:
+        if release is None:
             return None
-        repository, folder = found
+        repository, folder = release
         own = None if kind is None else upstream.component_folder(kind)
         folders = [own or folder] if kind is not None or folder is not None else ["transformer", "unet"]
         for one in folders:
@@ -87,7 +87,7 @@ class Diffusers(ModelLibrary):
         Raises BuildError or UnsupportedVersionError.
         """
         if kind is None:
-            _named_class(read_config(str(root)) or {}, str(root))
+            _find_class(read_config(str(root)) or {}, str(root))
 
     def construction(self, kind: type[nn.Module] | None, stored: Stored) -> Construction:
         """Build in the final dtype, since buffers depend on it.
@@ -97,8 +97,8 @@ class Diffusers(ModelLibrary):
         config = read_config(stored.root) if stored.root else None
         if config is None:
             config = self.configuration_of(stored.shapes, kind)
-        chosen = _named_class(config or {}, str(stored.root)) if kind is None else kind
-        building = _floating(stored.asked or stored.main)
+        chosen = _find_class(config or {}, str(stored.root)) if kind is None else kind
+        building = _choose_floating(stored.asked or stored.main)
         return Construction(
             chosen.__name__, lambda: _construct(chosen, stored.root, config), building, stored.asked
         )
@@ -109,12 +109,12 @@ class Diffusers(ModelLibrary):
         Without a dtype, the others keep the checkpoint's.
         """
         # Names of modules, which keep all their tensors.
-        kept = upstream.kept_in_fp32(built.model)
+        fp32_modules = upstream.kept_in_fp32(built.model)
         targets: dict[str, Target] = {}
         for name, tensor, buffer in state_names(built.model):
             dtype, as_stored = tensor.dtype, False
             if dtype.is_floating_point:
-                if not kept.isdisjoint(name.split(".")):
+                if not fp32_modules.isdisjoint(name.split(".")):
                     dtype = torch.float32
                 elif built.dtype is None:
                     as_stored = True
@@ -129,8 +129,8 @@ class Diffusers(ModelLibrary):
         """Use the layout of the checkpoint that fits the model, or a callable."""
         if converter is not None:
             return super().recipes(built, catalog, targets, converter)
-        reading = convert(built.model, dequantised_symbols(catalog, targets), targets)
-        return matched(reading.tensors, targets, reading.others, reading.dropped)
+        reading = convert(built.model, dequantise_symbols(catalog, targets), targets)
+        return match_names(reading.tensors, targets, reading.foreign, reading.dropped)
 
     def ignorable(self, model: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
         return (), upstream.ignorable_unexpected(model)
@@ -164,11 +164,11 @@ class Diffusers(ModelLibrary):
         return load
 
 
-def _floating(dtype: torch.dtype | None) -> torch.dtype:
+def _choose_floating(dtype: torch.dtype | None) -> torch.dtype:
     return dtype if dtype is not None and dtype.itemsize > 1 else torch.get_default_dtype()
 
 
-def _named_class(config: Mapping[str, object], root: str) -> type[nn.Module]:
+def _find_class(config: Mapping[str, object], root: str) -> type[nn.Module]:
     """Return the diffusers class of a configuration. Raises BuildError if there is none."""
     require()
     name = str(config.get("_class_name"))
@@ -194,15 +194,15 @@ def _construct(kind: type[ModelMixin], root: str | None, config: JsonObject | No
             f"the diffusers model beside the file, or pass model=lambda: {kind.__name__}(...)"
         )
     _check_described(config, kind, Path(str(root)) / CONFIG_NAME)
-    beside = root is not None and config_path(root) is not None
-    model: nn.Module = kind.from_config(kind.load_config(root) if beside else dict(config))
+    has_file = root is not None and config_path(root) is not None
+    model: nn.Module = kind.from_config(kind.load_config(root) if has_file else dict(config))
     return model
 
 
 def _check_described(config: Mapping[str, object], kind: type, path: Path) -> None:
     name = config.get("_class_name")
-    known = {base.__name__ for base in kind.__mro__}
-    if name is not None and name not in known and model_class(str(name)) is None:
+    bases = {base.__name__ for base in kind.__mro__}
+    if name is not None and name not in bases and model_class(str(name)) is None:
         raise BuildError(
             f"{path} describes the class {name}, which diffusers does not have: it is the "
             f"configuration of the original release. Pass model=lambda: {kind.__name__}(...), or "
@@ -233,7 +233,7 @@ class Reading:
     """Tensors by the model's names, and checkpoint names of other components."""
 
     tensors: dict[str, SymbolicTensor]
-    others: tuple[str, ...] = ()
+    foreign: tuple[str, ...] = ()
     #: Checkpoint names that the converter drops.
     dropped: tuple[str, ...] = ()
 
@@ -246,7 +246,7 @@ def convert(model: object, symbols: Symbols, targets: Mapping[str, Target]) -> R
     # The plainest reading comes first, and the first of equals counts.
     best, most = Reading({}), -1
     failure: ConversionError | None = None
-    for read in _readings(model, symbols):
+    for read in _list_readings(model, symbols):
         try:
             reading = read()
         except ConversionError as error:  # the converter looks up keys of another layout
@@ -270,26 +270,26 @@ def convert(model: object, symbols: Symbols, targets: Mapping[str, Target]) -> R
     return best
 
 
-def _readings(model: object, symbols: Symbols) -> Iterator[Callable[[], Reading]]:
+def _list_readings(model: object, symbols: Symbols) -> Iterator[Callable[[], Reading]]:
     """Yield the ways to read the checkpoint, the plainest first."""
 
-    def as_it_is(part: Symbols, others: tuple[str, ...] = ()) -> Reading:
+    def read_plain(part: Symbols, foreign: tuple[str, ...] = ()) -> Reading:
         tensors = dict(part)
         fix_names(model, tensors)
-        return Reading(tensors, others)
+        return Reading(tensors, foreign)
 
-    yield lambda: as_it_is(symbols)
+    yield lambda: read_plain(symbols)
     converter, prefixes = original_layout(type(model))
-    part, stripped, others = _component(symbols, prefixes)
+    part, stripped, foreign = _split_component(symbols, prefixes)
     if stripped is not None:
-        yield lambda: as_it_is(stripped, others)
+        yield lambda: read_plain(stripped, foreign)
     if converter is not None:
-        yield lambda: _converted(converter, model, part, others)
+        yield lambda: _convert_part(converter, model, part, foreign)
         if stripped is not None:
-            yield lambda: _converted(converter, model, stripped, others)
+            yield lambda: _convert_part(converter, model, stripped, foreign)
 
 
-def _component(
+def _split_component(
     symbols: Symbols, prefixes: tuple[str, ...]
 ) -> tuple[Symbols, Symbols | None, tuple[str, ...]]:
     """Split off the component's tensors; also return them without their prefix, if any."""
@@ -302,20 +302,20 @@ def _component(
     return part, stripped, tuple(name for name in symbols if name not in part)
 
 
-def _converted(converter: Function, model: ModelMixin, part: Symbols, others: tuple[str, ...]) -> Reading:
+def _convert_part(converter: Function, model: ModelMixin, part: Symbols, foreign: tuple[str, ...]) -> Reading:
     def convert(state_dict: JsonObject) -> JsonObject:
-        made = converter(config=dict(model.config), checkpoint=state_dict)
+        converted = converter(config=dict(model.config), checkpoint=state_dict)
         # Converters that use `get` leave None for missing keys.
-        return {name: value for name, value in made.items() if value is not None}
+        return {name: value for name, value in converted.items() if value is not None}
 
     name = getattr(converter, "__name__", "of diffusers")
     tensors = run_converter(convert, part, name)
-    used = {source for tensor in tensors.values() for source in leaves_of(tensor.value.pieces)}
+    used = {source for tensor in tensors.values() for source in find_leaves(tensor.value.pieces)}
     may_drop = _DROPPED.get(name, "(?!)")
     dropped = {
         source
         for key, tensor in part.items()
-        for source in leaves_of(tensor.value.pieces)
+        for source in find_leaves(tensor.value.pieces)
         if source not in used and not re.search(may_drop, key)
     }
-    return Reading(tensors, others, tuple(sorted(dropped)))
+    return Reading(tensors, foreign, tuple(sorted(dropped)))

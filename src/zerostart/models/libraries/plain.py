@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from torch import nn
 
 from zerostart.checkpoint.catalog import Catalog
-from zerostart.models.library import Built, ModelLibrary, chosen_converter
-from zerostart.recipe import Recipes, Target, dequantised_symbols, loaded_into, run_converter, symbols_of
+from zerostart.models.library import Built, ModelLibrary, choose_converter
+from zerostart.recipe import Recipes, Target, dequantise_symbols, make_symbols, run_converter, trace_loading
 from zerostart.upstream.deepspeed.zero3_start import keep_printable
 
 
@@ -28,11 +28,12 @@ class Plain(ModelLibrary):
         self, built: Built, catalog: Catalog, targets: Mapping[str, Target], converter: object = None
     ) -> Recipes:
         """Run the module's own loading on the checkpoint, or on the converter's result."""
-        chosen = chosen_converter(built.model, converter, self.converter)
+        chosen = choose_converter(built.model, converter, self.converter)
         if chosen is None:
-            symbols = dequantised_symbols(catalog, targets)
-            return loaded_into(built.model, symbols, targets, catalog.versions, built.log)
-        return loaded_into(built.model, run_converter(chosen, symbols_of(catalog)), targets, None, built.log)
+            symbols = dequantise_symbols(catalog, targets)
+            return trace_loading(built.model, symbols, targets, catalog.versions, built.log)
+        converted = run_converter(chosen, make_symbols(catalog))
+        return trace_loading(built.model, converted, targets, None, built.log)
 
 
 PACKAGE = "diffsynth."

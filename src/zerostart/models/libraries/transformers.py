@@ -26,11 +26,11 @@ from zerostart.recipe import (
     Recipes,
     SymbolicTensor,
     Target,
-    assembled,
-    dequantised_symbols,
-    recorded,
-    settled,
-    symbols_of,
+    assemble_recipes,
+    dequantise_symbols,
+    make_symbols,
+    snapshot,
+    trace_call,
 )
 from zerostart.upstream.transformers import attention as attention_parts
 from zerostart.upstream.transformers import models as upstream
@@ -76,19 +76,19 @@ class Transformers(ModelLibrary):
             return  # code next to the weights, which the caller has to trust: see ``construction``
         named = raw.get("architectures")
         names = named if isinstance(named, list) else ()
-        found = [getattr(transformers, name, None) for name in names if isinstance(name, str)]
-        if kind is None and not any(isinstance(one, type) for one in found):
-            _configured(root, kind)
+        classes = [getattr(transformers, name, None) for name in names if isinstance(name, str)]
+        if kind is None and not any(isinstance(one, type) for one in classes):
+            _find_class_and_config(root, kind)
 
     def construction(self, kind: type[nn.Module] | None, stored: Stored) -> Construction:
         """Build in the requested dtype, else the configuration's, else the checkpoint's.
 
         Raises BuildError for a configuration that names no class.
         """
-        made, config = _configured(stored.root, kind, stored.trusted)
-        dtype = stored.asked or _named_dtype(getattr(config, "dtype", None)) or stored.first
+        made, config = _find_class_and_config(stored.root, kind, stored.trusted)
+        dtype = stored.asked or _parse_dtype(getattr(config, "dtype", None)) or stored.first
         chosen = dtype or torch.get_default_dtype()
-        return Construction(made.__name__, lambda: made(_with_dtype(config, chosen)), chosen, chosen)
+        return Construction(made.__name__, lambda: made(_set_dtype(config, chosen)), chosen, chosen)
 
     def of_configuration(
         self, config: object, dtype: torch.dtype | None
@@ -97,21 +97,21 @@ class Transformers(ModelLibrary):
         if not is_configuration(config):
             return None
         own = copy.deepcopy(config)
-        made, named = _class_of(own), dtype or _named_dtype(getattr(own, "dtype", None))
-        return functools.partial(made, own if named is None else _with_dtype(own, named)), named
+        made, named = _find_class(own), dtype or _parse_dtype(getattr(own, "dtype", None))
+        return functools.partial(made, own if named is None else _set_dtype(own, named)), named
 
-    def whole_dtype(self, model: nn.Module, stored: Stored, given: bool) -> torch.dtype | None:
+    def whole_dtype(self, model: nn.Module, stored: Stored, is_module: bool) -> torch.dtype | None:
         """Use the requested dtype, else the configuration's, else the checkpoint's.
 
         Raises BuildError for a file that is no configuration.
         """
         config: PreTrainedConfig = model.config
-        if given:
+        if is_module:
             path = Path(stored.root or "") / "config.json"
             named = _read_config(stored.root) if stored.root and path.is_file() else {}
-            own = _named_dtype(named.get("dtype") or named.get("torch_dtype"))
+            own = _parse_dtype(named.get("dtype") or named.get("torch_dtype"))
         else:
-            own = _named_dtype(getattr(config, "dtype", None))
+            own = _parse_dtype(getattr(config, "dtype", None))
         return stored.asked or own or stored.first
 
     def quantizer(self, model: nn.Module, root: str | None, dtype: torch.dtype | None) -> object:
@@ -146,7 +146,7 @@ class Transformers(ModelLibrary):
             else list(converter)
         )
         plain = converter is None and built.quantizer is None
-        symbols = dequantised_symbols(catalog, targets) if plain else symbols_of(catalog)
+        symbols = dequantise_symbols(catalog, targets) if plain else make_symbols(catalog)
         return convert(built.model, mapping, symbols, targets)
 
     def revert(self, model: nn.Module, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -219,8 +219,8 @@ class Transformers(ModelLibrary):
         described: PreTrainedModel = model
         config = copy.deepcopy(described.config)
         # Dtype of the files: the requested one, else the present one, else the configuration's.
-        held = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
-        config.dtype = dtype or held or config.dtype
+        present = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+        config.dtype = dtype or present or config.dtype
         # FSDP2 prefixes the class name with ``FSDP``.
         config.architectures = [type(model).__name__.removeprefix("FSDP")]
         if described.is_remote_code():
@@ -245,7 +245,7 @@ class Transformers(ModelLibrary):
         return load
 
 
-def _configured(
+def _find_class_and_config(
     root: str | None, kind: type[nn.Module] | None, trusted: bool = False
 ) -> tuple[type[nn.Module], PreTrainedConfig]:
     import transformers
@@ -260,7 +260,7 @@ def _configured(
                 config = reader.from_pretrained(root)
             else:
                 config = transformers.AutoConfig.from_pretrained(root, trust_remote_code=trusted)
-            beside = class_beside(config, str(root)) if trusted and coded and kind is None else None
+            own_class = class_beside(config, str(root)) if trusted and coded and kind is None else None
     except Exception as error:
         if coded and not trusted:
             raise BuildError(f"{root}/config.json: {_CODE}") from error
@@ -273,29 +273,29 @@ def _configured(
         raise BuildError(f"{root}/config.json names no model that transformers knows: {error}") from error
     # Weights are dequantised while loading, so build the model without quantisation.
     config.__dict__.pop("quantization_config", None)
-    if beside is not None:
-        return beside, config
+    if own_class is not None:
+        return own_class, config
     try:
-        return (_class_of(config, f"{root}/config.json") if kind is None else kind), config
+        return (_find_class(config, f"{root}/config.json") if kind is None else kind), config
     except BuildError as error:
         if coded and not trusted:
             raise BuildError(f"{root}/config.json: {_CODE}") from error
         raise
 
 
-def _class_of(config: PreTrainedConfig, called: str = "the configuration") -> type[nn.Module]:
+def _find_class(config: PreTrainedConfig, called: str = "the configuration") -> type[nn.Module]:
     import transformers
 
     for name in config.architectures or ():
-        found = getattr(transformers, name, None)
-        if isinstance(found, type):
-            return found
+        kind = getattr(transformers, name, None)
+        if isinstance(kind, type):
+            return kind
     # A configuration without class gets the base model of its type, as in ``AutoModel``.
     mapping = transformers.MODEL_MAPPING
     if type(config) in mapping:
-        found = mapping[type(config)]
-        assert isinstance(found, type), "a mapping of classes"
-        return found
+        kind = mapping[type(config)]
+        assert isinstance(kind, type), "a mapping of classes"
+        return kind
     raise BuildError(
         f"{called} names the architecture {config.architectures}, which transformers "
         f"{transformers.__version__} does not have; pass model= with the class or a callable that builds it"
@@ -315,19 +315,19 @@ def _read_config(root: str | None) -> JsonObject:
         raise BuildError(str(error)) from error
 
 
-def _named_dtype(value: object) -> torch.dtype | None:
-    found = getattr(torch, value, None) if isinstance(value, str) else value
-    return found if isinstance(found, torch.dtype) else None
+def _parse_dtype(value: object) -> torch.dtype | None:
+    dtype = getattr(torch, value, None) if isinstance(value, str) else value
+    return dtype if isinstance(dtype, torch.dtype) else None
 
 
-def parts_of(config: PreTrainedConfig) -> list[PreTrainedConfig]:
+def list_parts(config: PreTrainedConfig) -> list[PreTrainedConfig]:
     """Return the configuration and those of its parts, such as vision and text."""
     nested = (getattr(config, name, None) for name in getattr(config, "sub_configs", ()))
     return [config, *(part for part in nested if part is not None)]
 
 
-def _with_dtype(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedConfig:
-    for part in parts_of(config):
+def _set_dtype(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedConfig:
+    for part in list_parts(config):
         part.dtype = dtype
     return config
 
@@ -357,7 +357,7 @@ def convert(
             else:
                 unexpected.append(name)
     used = tuple(transform for transform in mapping if transform.was_used())
-    return assembled(tensors, targets, unexpected, frozenset(converted), used)
+    return assemble_recipes(tensors, targets, unexpected, frozenset(converted), used)
 
 
 def _assign(
@@ -410,30 +410,30 @@ def _reads_stored(converter: WeightConverter) -> bool:
 
 def _run(converter: WeightConverter, first: str, model: PreTrainedModel) -> Mapping[str, SymbolicTensor]:
     def convert() -> dict[str, SymbolicTensor]:
-        made = converter.convert(first, model=model, config=model.config)
-        return {name: settled(value[0] if isinstance(value, list) else value) for name, value in made.items()}
+        tensors = converter.convert(first, model=model, config=model.config)
+        return {k: snapshot(v[0] if isinstance(v, list) else v) for k, v in tensors.items()}
 
     try:
-        result = recorded("the conversion", convert)
+        result = trace_call("the conversion", convert)
     except ConversionError as error:
         raise ConversionError(f"{first}: {error}") from error
     except Exception as error:
         operations = ", ".join(type(op).__name__ for op in converter.operations)
         sources = [key for keys in converter.layer_targets.values() for key in sorted(keys)]
         shown = ", ".join(sources[:3]) + (f" and {len(sources) - 3} more" if len(sources) > 3 else "")
-        lost = _absent_siblings(sources)
+        absent = _find_absent(sources)
         raise ConversionError(
             f"{first}: the conversion {operations} of {shown} failed: {error}. "
             + (
-                f"The checkpoint lacks {', '.join(lost[:3])}{', ...' if len(lost) > 3 else ''}"
-                if lost
+                f"The checkpoint lacks {', '.join(absent[:3])}{', ...' if len(absent) > 3 else ''}"
+                if absent
                 else "The checkpoint's shapes do not fit the conversion registered for this model"
             )
         ) from error
     return result
 
 
-def _absent_siblings(names: Sequence[str]) -> list[str]:
+def _find_absent(names: Sequence[str]) -> list[str]:
     by_template: dict[str, set[tuple[str, ...]]] = {}
     for name in names:
         by_template.setdefault(re.sub(r"\d+", "{}", name), set()).add(tuple(re.findall(r"\d+", name)))

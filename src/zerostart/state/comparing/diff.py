@@ -37,7 +37,7 @@ from zerostart.state.saving.contents import Contents, contents_of
 from zerostart.state.saving.writing import Entry, plain, planned
 from zerostart.transfer import Progress, execute
 from zerostart.transfer.planning import Destination, join
-from zerostart.transfer.staging import bytes_view
+from zerostart.transfer.staging import view_bytes
 from zerostart.transfer.writing import write_out
 
 #: Integers as wide as an element, in which elements are compared bit for bit.
@@ -379,7 +379,7 @@ class Stored:
         values = torch.empty(count, dtype=dtype, device="cpu")
         if isinstance(entry, TensorEntry) and entry.strides is None:
             if count:
-                view = bytes_view(torch.view_as_real(values).view(-1) if dtype.is_complex else values)
+                view = view_bytes(torch.view_as_real(values).view(-1) if dtype.is_complex else values)
                 self._readers[number].read(entry.file, entry.offset + first * dtype.itemsize, [view])
             return values
         # It lies in the shares of ranks, or transposed or sliced in a torch file.

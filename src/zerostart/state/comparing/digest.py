@@ -18,7 +18,7 @@ from zerostart.live.model import LiveModel
 from zerostart.models import state_names
 from zerostart.recipe import spelling
 from zerostart.state.saving.writing import share
-from zerostart.transfer.planning.writes import own_parts
+from zerostart.transfer.planning.writes import split_shares
 
 #: Bytes of elements that lie scattered in a storage and are put together at a time.
 _TOGETHER = 8 << 20
@@ -47,7 +47,7 @@ def digests_of(shards: Iterable[Shard], world: World) -> dict[str, str]:
         own = list(shards)
         digests = Digests((s.name, spelling(s.storage.dtype, s.name), s.layout.shape) for s in own)
         # Of a share that others have too, each rank counts a part.
-        for shard, part in zip(own, own_parts(map(share, own)), strict=True):
+        for shard, part in zip(own, split_shares(map(share, own)), strict=True):
             if part is not None:
                 add_share(digests, shard.name, part, shard.storage.detach())
     return digests.summed(world)

@@ -34,7 +34,7 @@ from zerostart.geometry.layout.layout import LocalBox
 from zerostart.state.resuming.training_state import Content
 from zerostart.state.saving.writing import Outgoing, share
 from zerostart.transfer.buffers import Arena, page_locked
-from zerostart.transfer.planning.writes import own_parts
+from zerostart.transfer.planning.writes import split_shares
 from zerostart.upstream.torch.process_group import BeforeTheEnd
 
 logger = logging.getLogger("zerostart")
@@ -259,7 +259,7 @@ class _Own:
 
 
 def _own(outgoing: Sequence[Outgoing]) -> list[_Own]:
-    parts = own_parts(share(item.shard) for item in outgoing)
+    parts = split_shares(share(item.shard) for item in outgoing)
     return [_Own(item, part) for item, part in zip(outgoing, parts, strict=True)]
 
 

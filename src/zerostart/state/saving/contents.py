@@ -19,7 +19,7 @@ from zerostart.geometry.layout import Layout
 from zerostart.live.model import LiveModel, LoadRecord, LogicalTensor
 from zerostart.models import ModelLibrary, library_of
 from zerostart.recipe import Recipe, SymbolicTensor, Target, one_thread, spelling
-from zerostart.recipe.inverse import inverted, reversal
+from zerostart.recipe.inverse import find_reversible, invert_pieces
 from zerostart.state.saving.writing import Entry, Outgoing
 
 
@@ -93,7 +93,7 @@ def _as_loaded(
         recipe = recipes.get(name)
         if recipe is not None and recipe.target.shape == item.shard.layout.shape:
             same[name] = recipe
-    found = reversal(same, catalog.tensors)
+    found = find_reversible(same, catalog.tensors)
     # What was loaded under its own name needs no recipe backwards; only a converted one can lose its layout.
     reasons = {n: why for n, why in found.reasons.items() if recipes[n].converted or recipes[n].computed}
     # One tensor of the files may be put together of several parameters: it has the dtype that holds them all.
@@ -151,7 +151,7 @@ def _as_reverted(
     }
     # Only what is a plain arrangement of elements can be inverted: where the library calculates, the tensor
     # is left to the third way.
-    back = inverted(files, shapes)
+    back = invert_pieces(files, shapes)
     used: set[str] = set()
     done.update(back)
     for name, pieces in back.items():

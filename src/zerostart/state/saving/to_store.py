@@ -18,7 +18,7 @@ from zerostart.checkpoint.write.store import StoreStaging
 from zerostart.distributed.world import World
 from zerostart.errors import CheckpointError, ConfigError
 from zerostart.transfer.planning.writes import Write, WritePlan
-from zerostart.transfer.writing import Noted, Source, write_out
+from zerostart.transfer.writing import OnWrite, Source, write_out
 
 #: Bytes of a file that a rank puts together and uploads at once.
 WINDOW_BYTES = 4 << 20
@@ -81,7 +81,7 @@ class StoreOutput:
         plan: WritePlan,
         storages: Sequence[Source],
         threads: int,
-        noted: Noted,
+        noted: OnWrite,
         world: World,
     ) -> None:
         layout = self._layout

@@ -35,9 +35,9 @@ from zerostart.recipe import Recipe, Target
 from zerostart.recipe.dtypes import torch_dtype
 from zerostart.state.saving.to_store import StoreOutput, StorePlace
 from zerostart.transfer.buffers import rounds_up
-from zerostart.transfer.planning.writes import Origin, WritePlan, own_parts, plan_writes
+from zerostart.transfer.planning.writes import Origin, WritePlan, plan_writes, split_shares
 from zerostart.transfer.tuning import MIN_CHUNK
-from zerostart.transfer.writing import SLACK, Change, Noted, Source, write_out
+from zerostart.transfer.writing import SLACK, Change, OnWrite, Source, write_out
 
 MiB = 1 << 20
 #: Bytes of one write, and of a thread's staging buffer, where no limit asks for less.
@@ -143,7 +143,7 @@ def planned(
         items = list(outgoing)
         # Of replicas of an element one rank writes it; who, follows from the order of ``outgoing``, so it
         # must be the same on all ranks, also where one has nothing to write.
-        for item, part in zip(items, own_parts(share(item.shard) for item in items), strict=True):
+        for item, part in zip(items, split_shares(share(item.shard) for item in items), strict=True):
             storage = item.shard.storage.detach()
             if part is not None and part.boxes:
                 direct = storage.device.type == "cpu" and item.change is None
@@ -209,7 +209,7 @@ class FileOutput:
         plan: WritePlan,
         storages: Sequence[Source],
         threads: int,
-        noted: Noted,
+        noted: OnWrite,
         world: World,
     ) -> None:
         """Write the share of this rank, and sync it. Raises WriteError."""

@@ -16,7 +16,7 @@ from zerostart.checkpoint.source import open_catalog, read_config, resolve_sourc
 from zerostart.checkpoint.strict_json import read_json
 from zerostart.checkpoint.usual_names import PIPELINE_INDEX
 from zerostart.errors import CheckpointError, ConfigError
-from zerostart.models import described_by_tensors
+from zerostart.models import recognise_tensors
 from zerostart.training.config.configuration import ModelConfig
 
 _DEFAULT = "transformer"
@@ -67,7 +67,7 @@ def read_source(model: ModelConfig) -> FlowSource:
     # A single file without a configuration beside it: the shapes of its tensors may tell which release it is.
     if config is None and path.is_file():
         tensors = open_catalog(path).weights
-        known = described_by_tensors({name: one.shape for name, one in tensors.items()})
+        known = recognise_tensors({name: one.shape for name, one in tensors.items()})
         config = None if known is None else known[1]
     if config is None or not isinstance(config.get("_class_name"), str):
         raise CheckpointError(f"{directory} has no config.json of a diffusers transformer")

@@ -17,13 +17,13 @@ from zerostart.checkpoint.catalog import Catalog
 from zerostart.geometry import Copy
 from zerostart.geometry.layout import Layout
 from zerostart.recipe import Computed, Recipe
-from zerostart.transfer.planning.join import computations, pull_back
+from zerostart.transfer.planning.join import plan_computations, pull_back
 from zerostart.transfer.planning.plan import (
     Destination,
     Numbers,
     PlanOptions,
-    read_starts,
-    segments,
+    cut_segments,
+    find_starts,
 )
 
 
@@ -72,7 +72,7 @@ class _Kind:
     #: Starts of each parameter's sources, with all files in one row.
     sources: list[list[int]] = field(default_factory=list)
 
-    def placed(self, line: int) -> Numbers:
+    def place_rows(self, line: int) -> Numbers:
         """Return rows ``place, bytes, direct, rows`` of all parameters; each rank has ``line`` bytes."""
         rank, source, offset, *rest = self.table
         place = np.array(self.sources, np.int64)[:, source] + (rank * line + offset)
@@ -112,10 +112,10 @@ class _Census:
         # caller keeps them alive.
         key = (key, id(share.layouts), share.direct)
         if key not in self._kinds:
-            self._kinds[key] = _Kind(self._table(share, number))
+            self._kinds[key] = _Kind(self._make_table(share, number))
         self._kinds[key].sources.append([self._files[entry.file] + entry.offset for entry in entries])
 
-    def _table(self, share: Share, number: dict[str, int]) -> Numbers:
+    def _make_table(self, share: Share, number: dict[str, int]) -> Numbers:
         target = share.recipe.target
         rows: list[tuple[int, ...]] = []
         for rank, layout in share.layouts:
@@ -128,27 +128,27 @@ class _Census:
                     continue
                 source = str(copy.source)
                 base = self._tensors[source].offset
-                found = segments(self._tensors, copy, 0, to, self._options)
-                for _, offset, nbytes, part, count, _ in found:
+                spans = cut_segments(self._tensors, copy, 0, to, self._options)
+                for _, offset, nbytes, part, count, _ in spans:
                     place = (self._number[rank], number[source], offset - base)
                     rows.append((*place, nbytes, part.direct, count))
-            for computation in computations(self._tensors, to_compute, 0, self._options):
+            for computation in plan_computations(self._tensors, to_compute, 0, self._options):
                 reads = computation.reads
                 staged = any(not read.direct for read in reads)
-                taken = Count(sum(read.nbytes for read in reads), len(reads), staged, computation.nbytes)
-                self._computed[self._number[rank]].append(taken)
+                counted = Count(sum(read.nbytes for read in reads), len(reads), staged, computation.nbytes)
+                self._computed[self._number[rank]].append(counted)
         return np.array(rows, np.int64).reshape(-1, 6).T
 
     def counts(self, threads: int) -> list[Count]:
         world = len(self._number)
-        tables = [np.empty((4, 0), np.int64), *(kind.placed(self._line) for kind in self._kinds.values())]
+        tables = [np.empty((4, 0), np.int64), *(kind.place_rows(self._line) for kind in self._kinds.values())]
         table = np.concatenate(tables, axis=1)
         # Each rank has its own ``line``, longer than all files, so no read crosses ranks. Sort as
-        # ``merged_reads`` does.
+        # ``merge_reads`` does.
         table = table[:, np.lexsort((table[2], table[1], table[0]))]
         place, nbytes, direct, rows = table
-        found = read_starts(_rows(place // self._line, place, nbytes, direct != 0, rows), self._options)
-        starts = np.fromiter(found, np.int64)
+        firsts = find_starts(_iter_rows(place // self._line, place, nbytes, direct != 0, rows), self._options)
+        starts = np.fromiter(firsts, np.int64)
         sizes = np.maximum.reduceat(place + nbytes, starts) - place[starts] if len(starts) else starts
         # Rows of one rank are adjacent: its sums are differences of running totals.
         bounds = np.searchsorted(place[starts], np.arange(world + 1) * self._line)
@@ -172,7 +172,7 @@ class _Census:
         ]
 
 
-def _rows(*columns: npt.NDArray[Any]) -> Iterator[tuple[Any, ...]]:
+def _iter_rows(*columns: npt.NDArray[Any]) -> Iterator[tuple[Any, ...]]:
     # Python's numbers make the loop fast, but take ten times the memory, so convert some at a time.
     for start in range(0, len(columns[0]), 1 << 16):
         yield from zip(*(column[start : start + (1 << 16)].tolist() for column in columns), strict=True)

@@ -32,14 +32,14 @@ from zerostart.transfer.planning.plan import (
     Segment,
     SharedReads,
     Step,
-    merged_reads,
-    segments,
+    cut_segments,
+    merge_reads,
 )
 
 
 def join(
     catalog: Catalog,
-    wanted: Iterable[tuple[Recipe, Layout, Destination]],
+    shares: Iterable[tuple[Recipe, Layout, Destination]],
     options: PlanOptions | None = None,
     groups: Sequence[tuple[int, ...]] | None = None,
 ) -> Plan:
@@ -51,9 +51,9 @@ def join(
     options = options or PlanOptions()
     destinations: list[Destination] = []
     # Segments by the ranks that share their reads.
-    found: defaultdict[tuple[int, ...], list[Segment]] = defaultdict(list)
+    segments_by_ranks: defaultdict[tuple[int, ...], list[Segment]] = defaultdict(list)
     computed: list[Computation] = []
-    for recipe, layout, destination in wanted:
+    for recipe, layout, destination in shares:
         number = len(destinations)
         group = groups[number] if groups is not None and len(groups[number]) > 1 else ()
         destinations.append(destination)
@@ -64,17 +64,17 @@ def join(
             if isinstance(copy.source, Computed):
                 to_compute.append(copy)
             else:
-                found[group] += segments(catalog.tensors, copy, number, destination, options)
-        computed += computations(catalog.tensors, to_compute, number, options)
+                segments_by_ranks[group] += cut_segments(catalog.tensors, copy, number, destination, options)
+        computed += plan_computations(catalog.tensors, to_compute, number, options)
     return Plan(
         storage=catalog.storage,
         destinations=tuple(destinations),
-        reads=tuple(merged_reads(found.pop((), []), options)),
+        reads=tuple(merge_reads(segments_by_ranks.pop((), []), options)),
         chunk_size=options.chunk_size,
         computations=tuple(computed),
         shared=tuple(
-            SharedReads(group, tuple(merged_reads(of_group, options)))
-            for group, of_group in sorted(found.items())
+            SharedReads(group, tuple(merge_reads(of_group, options)))
+            for group, of_group in sorted(segments_by_ranks.items())
         ),
     )
 
@@ -102,7 +102,7 @@ def pull_back(recipe: Recipe, layout: Layout) -> list[Copy]:
 Tensors = Mapping[str, TensorEntry]
 
 
-def computations(
+def plan_computations(
     tensors: Tensors, copies: Iterable[Copy], target: int, options: PlanOptions
 ) -> Iterator[Computation]:
     """Plan computations for the ``copies`` from computed tensors to destination ``target``.
@@ -116,11 +116,11 @@ def computations(
         by_source.setdefault(copy.source, []).append(copy)
     for source, taken in by_source.items():
         limit = max(1, options.chunk_size // source.element_bytes)
-        for regions_of_box in _regions(source, taken, limit):
-            yield _Builder(tensors, options, operands).computation(source, regions_of_box, target)
+        for regions_of_box in _split_regions(source, taken, limit):
+            yield _Builder(tensors, options, operands).build(source, regions_of_box, target)
 
 
-def _regions(
+def _split_regions(
     source: Computed, copies: Sequence[Copy], limit: int | None = None
 ) -> Iterator[Sequence[Region]]:
     if source.whole:
@@ -144,43 +144,43 @@ class _Builder:
         self._segments: list[Segment] = []
         self._steps: list[Step] = []
 
-    def computation(self, source: Computed, taken: Sequence[Region], target: int) -> Computation:
-        self._step(source, taken, target)
+    def build(self, source: Computed, result_regions: Sequence[Region], target: int) -> Computation:
+        self._add_step(source, result_regions, target)
         self._segments.sort(key=lambda segment: segment[:2])
-        reads = tuple(merged_reads(self._segments, self._options))
+        reads = tuple(merge_reads(self._segments, self._options))
         return Computation(tuple(self._registers), reads, tuple(self._steps))
 
-    def _step(self, source: Computed, taken: Sequence[Region], target: int) -> None:
-        factors, box = taken[0].factors, taken[0].box
+    def _add_step(self, source: Computed, result_regions: Sequence[Region], target: int) -> None:
+        factors, box = result_regions[0].factors, result_regions[0].box
         operands = []
         for operand, aligned in zip(source.operands, source.aligned, strict=True):
             if aligned:
                 # Boxes are in the split shape, so split the operand in the same way.
                 operand = self._operands.split(operand, factors)
-                region = _aligned(operand.shape, box)
-                operands.append(self._register(operand, region, region.extent))
+                region = _align_box(operand.shape, box)
+                operands.append(self._add_register(operand, region, region.extent))
             else:
-                operands.append(self._whole(operand))
+                operands.append(self._add_whole(operand))
         width = source.dtype.itemsize
         parts = tuple(
             Part(region.start * width, source.dtype, target, region.to, region.loops, direct=False)
-            for region in taken
+            for region in result_regions
         )
         self._steps.append(Step(source, factors, box, tuple(operands), parts))
 
-    def _whole(self, operand: Value) -> OperandView:
+    def _add_whole(self, operand: Value) -> OperandView:
         """Plan all elements of the operand, in the strides of eager torch."""
         box = Box((0,) * len(operand.shape), operand.shape)
         # Registers are row-major.
         if operand.strides is None or not operand.numel():
-            return self._register(operand, box, operand.shape)
+            return self._add_register(operand, box, operand.shape)
         # Expanded dimensions are in memory once.
-        there = tuple(
+        extent = tuple(
             size if stride else 1 for size, stride in zip(operand.shape, operand.strides, strict=True)
         )
-        return self._register(operand, Box(box.origin, there), operand.shape, operand.strides)
+        return self._add_register(operand, Box(box.origin, extent), operand.shape, operand.strides)
 
-    def _register(
+    def _add_register(
         self,
         operand: Value,
         region: Box,
@@ -188,10 +188,10 @@ class _Builder:
         strides: tuple[int, ...] | None = None,
     ) -> OperandView:
         # Registers are known by the identity of their operand.
-        operand = self._operands.one(operand)
-        known = self._known.get((id(operand), region))
-        if known is not None:
-            return known, shape, strides
+        operand = self._operands.find_equal(operand)
+        register = self._known.get((id(operand), region))
+        if register is not None:
+            return register, shape, strides
         number = len(self._registers)
         size = region.numel
         if strides is not None:
@@ -205,22 +205,22 @@ class _Builder:
             if isinstance(copy.source, Computed):
                 computed.setdefault(copy.source, []).append(copy)
             else:
-                self._segments += segments(self._tensors, copy, number, storage, self._options)
+                self._segments += cut_segments(self._tensors, copy, number, storage, self._options)
         # Steps of computed operands come before the step that uses this register.
         for source, copies in computed.items():
-            for taken in _regions(source, copies):
-                self._step(source, taken, number)
+            for taken in _split_regions(source, copies):
+                self._add_step(source, taken, number)
         # Only now, so that later users come after its steps.
         self._known[(id(operand), region)] = number
         return number, shape, strides
 
 
-def _aligned(shape: tuple[int, ...], box: Box) -> Box:
+def _align_box(shape: tuple[int, ...], box: Box) -> Box:
     lead = len(box.extent) - len(shape)
-    one = [size == 1 for size in shape]
+    is_one = [size == 1 for size in shape]
     return Box(
-        tuple(0 if o else at for o, at in zip(one, box.origin[lead:], strict=True)),
-        tuple(1 if o else n for o, n in zip(one, box.extent[lead:], strict=True)),
+        tuple(0 if o else at for o, at in zip(is_one, box.origin[lead:], strict=True)),
+        tuple(1 if o else n for o, n in zip(is_one, box.extent[lead:], strict=True)),
     )
 
 
@@ -237,7 +237,7 @@ class Operands:
         self._split: dict[tuple[int, Factors], Value] = {}
         self._sorted: dict[int, _Sorted] = {}
 
-    def one(self, operand: Value) -> Value:
+    def find_equal(self, operand: Value) -> Value:
         """Return the first operand that equals this one."""
         if id(operand) not in self._known:
             self._known[id(operand)] = (operand, self._equal.setdefault(operand, operand))
@@ -245,20 +245,20 @@ class Operands:
 
     def split(self, operand: Value, factors: Sequence[Sequence[int]]) -> Value:
         """Split the operand like a result; see ``Value.split``."""
-        key = (id(self.one(operand)), tuple(tuple(parts) for parts in factors))
+        key = (id(self.find_equal(operand)), tuple(tuple(parts) for parts in factors))
         if key not in self._split:
-            self._split[key] = self.one(operand.split(factors))
+            self._split[key] = self.find_equal(operand.split(factors))
         return self._split[key]
 
     def copies(self, operand: Value, box: Box, strides: Sequence[int] | None) -> list[Copy]:
         """Return the copies of ``box`` into row-major order, or into ``strides``."""
-        operand = self.one(operand)
+        operand = self.find_equal(operand)
         if id(operand) not in self._sorted:
             self._sorted[id(operand)] = _Sorted(operand.pieces)
         if not box.numel:
             return []
         steps = row_major_strides(box.extent) if strides is None else strides
-        pieces = self._sorted[id(operand)].meeting(box)
+        pieces = self._sorted[id(operand)].find_meeting(box)
         return merge_runs([copy for piece in pieces for copy in copies_between(piece, box, 0, steps)])
 
 
@@ -275,7 +275,7 @@ class _Sorted:
         # Furthest end of all pieces up to each one, ascending.
         self._last = list(accumulate((p.origin[dim] + p.extent[dim] for p in self._pieces), max))
 
-    def meeting(self, box: Box) -> Sequence[Piece]:
+    def find_meeting(self, box: Box) -> Sequence[Piece]:
         """Return the pieces that may overlap ``box``."""
         if self._dim is None:
             return self._pieces

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise, product
 
 import numpy as np
@@ -181,7 +181,7 @@ class PlanOptions:
 Segment = tuple[int, int, int, Part, int, int]
 
 
-def segments(
+def cut_segments(
     tensors: Mapping[str, TensorEntry],
     copy: Copy,
     target: int,
@@ -193,14 +193,16 @@ def segments(
     dtype = torch_dtype(entry.dtype, entry.name)
     width = dtype.itemsize
     # Inner loops whose gaps are read through form one span; each outer step is a span.
-    outer, inner = _dense(copy.loops, width, options)
+    outer, inner = _split_dense(copy.loops, width, options)
     span = 1 + sum((size - 1) * stride for size, stride, _ in inner)
     # The innermost outer loop becomes rows of one read, if a row fits a chunk.
     rows = outer.pop() if outer and span * width <= options.chunk_size else None
     for indices in product(*(range(size) for size, _, _ in outer)):
         start = copy.start + sum(i * loop[1] for i, loop in zip(indices, outer, strict=True))
         to = copy.to + sum(i * loop[2] for i, loop in zip(indices, outer, strict=True))
-        for first, place, loops, count in _cut(start, to, inner, span, rows, options.chunk_size // width):
+        for first, place, loops, count in _cut_rows(
+            start, to, inner, span, rows, options.chunk_size // width
+        ):
             row = loops[1:] if count > 1 else loops
             direct = destination.direct and dtype == destination.dtype and is_one_run(row)
             part = Part(0, dtype, target, place, loops, direct)
@@ -209,17 +211,17 @@ def segments(
             yield entry.file, entry.offset + first * width, part.nbytes, part, count, stride
 
 
-def _cut(
+def _cut_rows(
     start: int, to: int, inner: tuple[Loop, ...], span: int, rows: Loop | None, limit: int
 ) -> Iterator[tuple[int, int, tuple[Loop, ...], int]]:
     if rows is None:
-        for first, place, loops in _bounded(start, to, inner, limit):
+        for first, place, loops in _split_bounded(start, to, inner, limit):
             yield first, place, loops, 1
         return
     size, source, destination = rows
-    most = max(1, limit // span)
-    for begin in range(0, size, most):
-        count = min(most, size - begin)
+    max_rows = max(1, limit // span)
+    for begin in range(0, size, max_rows):
+        count = min(max_rows, size - begin)
         # Rows are ``span`` elements apart in the staging buffer, and ``source`` in the file.
         loops = ((count, span, destination), *inner) if count > 1 else inner
         yield start + begin * source, to + begin * destination, loops, count
@@ -230,7 +232,9 @@ def is_one_run(loops: Sequence[Loop]) -> bool:
     return not loops or (len(loops) == 1 and loops[0][1:] == (1, 1))
 
 
-def _dense(loops: Sequence[Loop], width: int, options: PlanOptions) -> tuple[list[Loop], tuple[Loop, ...]]:
+def _split_dense(
+    loops: Sequence[Loop], width: int, options: PlanOptions
+) -> tuple[list[Loop], tuple[Loop, ...]]:
     span = 1
     inner: list[Loop] = []
     outer = list(loops)
@@ -244,7 +248,7 @@ def _dense(loops: Sequence[Loop], width: int, options: PlanOptions) -> tuple[lis
     return outer, tuple(inner)
 
 
-def _bounded(
+def _split_bounded(
     start: int, to: int, loops: tuple[Loop, ...], limit: int
 ) -> Iterator[tuple[int, int, tuple[Loop, ...]]]:
     span = 1 + sum((size - 1) * stride for size, stride, _ in loops)
@@ -258,23 +262,23 @@ def _bounded(
     for first in range(0, size, steps):
         count = min(steps, size - first)
         part = ((count, source, destination), *rest) if count > 1 else rest
-        yield from _bounded(start + first * source, to + first * destination, part, limit)
+        yield from _split_bounded(start + first * source, to + first * destination, part, limit)
 
 
-def merged_reads(found: Iterable[Segment], options: PlanOptions) -> Iterator[Read]:
+def merge_reads(found_segments: Iterable[Segment], options: PlanOptions) -> Iterator[Read]:
     """Merge segments that are close to each other in a file into reads."""
-    ordered = sorted(found, key=_place)
+    ordered = sorted(found_segments, key=_sort_key)
     columns = ((file, at, size, part.direct, rows) for file, at, size, part, rows, _ in ordered)
-    starts = [*read_starts(columns, options), len(ordered)]
-    return (_read(ordered[first:stop]) for first, stop in pairwise(starts))
+    starts = [*find_starts(columns, options), len(ordered)]
+    return (_make_read(ordered[first:stop]) for first, stop in pairwise(starts))
 
 
-def _place(segment: Segment) -> tuple[int, int, int, bool]:
+def _sort_key(segment: Segment) -> tuple[int, int, int, bool]:
     # A total order, so that reads do not depend on the order of tensors.
     return (*segment[:3], segment[3].direct)
 
 
-def read_starts(found: Iterable[tuple[int, int, int, bool, int]], options: PlanOptions) -> Iterator[int]:
+def find_starts(columns: Iterable[tuple[int, int, int, bool, int]], options: PlanOptions) -> Iterator[int]:
     """Yield the numbers of the sorted segments with which a read starts.
 
     A segment is ``(file, offset, bytes, direct, rows)``. Direct segments merge without gaps, staged ones with
@@ -282,7 +286,7 @@ def read_starts(found: Iterable[tuple[int, int, int, bool, int]], options: PlanO
     """
     begin = end = members = 0
     group: tuple[int, bool] | None = None
-    for number, (file, offset, nbytes, direct, rows) in enumerate(found):
+    for number, (file, offset, nbytes, direct, rows) in enumerate(columns):
         # Segments of several parameters may overlap; a read ends with the furthest.
         until = max(end, offset + nbytes)
         if (
@@ -301,11 +305,8 @@ def read_starts(found: Iterable[tuple[int, int, int, bool, int]], options: PlanO
             begin, end, members = offset, offset + nbytes, 1
 
 
-def _read(group: Sequence[Segment]) -> Read:
+def _make_read(group: Sequence[Segment]) -> Read:
     file, begin, _, first, rows, stride = group[0]
     end = max(offset + nbytes for _, offset, nbytes, _, _, _ in group)
-    parts = tuple(
-        Part(offset - begin, part.dtype, part.target, part.to, part.loops, part.direct)
-        for _, offset, _, part, _, _ in group
-    )
+    parts = tuple(replace(part, at=offset - begin) for _, offset, _, part, _, _ in group)
     return Read(file, begin, end - begin, parts, first.direct, rows, stride)

@@ -7,7 +7,7 @@ file. The elements that a rank has in one window are one write.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
@@ -70,19 +70,19 @@ class Write:
             return
         starts, lengths = self.runs()
         steps = np.diff(starts)
-        other = np.concatenate([[False], steps[1:] != steps[:-1]]) | (lengths[1:] != lengths[:-1])
-        breaks = np.flatnonzero(other) + 1
+        changes = np.concatenate([[False], steps[1:] != steps[:-1]]) | (lengths[1:] != lengths[:-1])
+        breaks = np.flatnonzero(changes) + 1
         for group, (length, *_) in zip(np.split(starts, breaks), np.split(lengths, breaks), strict=True):
             step = group[1] - group[0] if len(group) > 1 else length
             yield int(group[0]), int(length), int(step), len(group)
 
     def runs(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Return starts and lengths of the unbroken runs, in elements relative to ``first``."""
-        found = [_runs(part) for part in self.parts]
-        starts = np.concatenate([s for s, _ in found])
+        runs_of_parts = [_find_runs(part) for part in self.parts]
+        starts = np.concatenate([s for s, _ in runs_of_parts])
         order = np.argsort(starts)
         starts = starts[order]
-        lengths = np.concatenate([np.full(len(s), n) for s, n in found])[order]
+        lengths = np.concatenate([np.full(len(s), n) for s, n in runs_of_parts])[order]
         begins = np.flatnonzero(np.concatenate([[True], starts[1:] != starts[:-1] + lengths[:-1]]))
         return starts[begins], np.add.reduceat(lengths, begins)
 
@@ -127,10 +127,12 @@ def plan_writes(
             dtype = kinds[name]
             size = max(1, chunk_size // dtype.itemsize)
             direct = origin.direct and origin.dtype == dtype
-            for window, part in _parts(copy, dtype, size, leads[name], number, direct):
+            for window, part in _split_parts(copy, dtype, size, leads[name], number, direct):
                 windows.setdefault((name, window), []).append(part)
     writes = [
-        _write(name, kinds[name], window * max(1, chunk_size // kinds[name].itemsize) - leads[name], parts)
+        _make_write(
+            name, kinds[name], window * max(1, chunk_size // kinds[name].itemsize) - leads[name], parts
+        )
         for (name, window), parts in windows.items()
     ]
     # In the order of the files, so that each is written from start to end.
@@ -139,42 +141,31 @@ def plan_writes(
     return WritePlan(tuple(writes), chunk_size)
 
 
-def own_part(layout: Layout, held: tuple[int, int], nbytes: int, turn: int) -> Layout | None:
-    """Return the part of a replicated share that one holder writes, or None.
-
-    A large share is divided equally; a small one is written by some holders, from number ``turn`` on.
-    """
-    place, holders = held
-    if holders == 1:
-        return layout
-    parts = max(1, min(holders, nbytes // GRAIN))
-    # One holder writes a small share whole; ``turn`` distributes them.
-    number = (place - turn) % holders
-    return layout.part(number, parts) if number < parts else None
-
-
-def own_parts(shares: Iterable[tuple[Layout, tuple[int, int], int]]) -> Iterator[Layout | None]:
-    """Yield the part of each share that this rank writes.
+def split_shares(shares: Iterable[tuple[Layout, tuple[int, int], int]]) -> Iterator[Layout | None]:
+    """Yield the part of each share that this rank writes; None if other holders write it.
 
     ``shares`` are (layout, (place, holders), bytes of an element), in one order on all ranks. Exactly one
-    holder writes each element.
+    holder writes each element. A large share is divided equally among its holders.
     """
     turn = 0
-    for layout, held, itemsize in shares:
-        yield own_part(layout, held, layout.owned * itemsize, turn)
+    for layout, (place, holders), itemsize in shares:
+        parts = max(1, min(holders, layout.owned * itemsize // GRAIN))
+        # One holder writes a small share whole; ``turn`` distributes them.
+        number = (place - turn) % holders
+        yield layout if holders == 1 else layout.part(number, parts) if number < parts else None
         # The size of the whole tensor is equal on all ranks.
         turn += 1 + prod(layout.shape) * itemsize // GRAIN
 
 
-def _parts(
+def _split_parts(
     copy: Copy, dtype: torch.dtype, size: int, lead: int, number: int, direct: bool
 ) -> Iterator[tuple[int, Part]]:
-    for start, to, loops in _windows(copy.start + lead, copy.to, copy.loops, size):
+    for start, to, loops in _split_windows(copy.start + lead, copy.to, copy.loops, size):
         window, at = divmod(start, size)
         yield window, Part(at * dtype.itemsize, dtype, number, to, loops, direct and is_one_run(loops))
 
 
-def _windows(
+def _split_windows(
     start: int, to: int, loops: tuple[Loop, ...], size: int
 ) -> Iterator[tuple[int, int, tuple[Loop, ...]]]:
     span = 1 + sum((n - 1) * stride for n, stride, _ in loops)
@@ -187,29 +178,27 @@ def _windows(
     while first < count:
         at, place = start + first * far, to + first * local
         # Room left in the window after one step; negative if a step crosses its end, and inner loops are cut.
-        left = size - at % size - below
-        if left < 0:
-            yield from _windows(at, place, rest, size)
+        room = size - at % size - below
+        if room < 0:
+            yield from _split_windows(at, place, rest, size)
             first += 1
             continue
-        steps = min(left // far + 1, count - first)
+        steps = min(room // far + 1, count - first)
         yield at, place, ((steps, far, local), *rest) if steps > 1 else rest
         first += steps
 
 
-def _write(name: str, dtype: torch.dtype, begin: int, parts: list[Part]) -> Write:
+def _make_write(name: str, dtype: torch.dtype, begin: int, parts: list[Part]) -> Write:
     width = dtype.itemsize
     # Cut to the rank's first and last element; other ranks write the rest.
     low = min(part.at for part in parts)
     high = max(part.at + part.nbytes for part in parts)
-    moved = tuple(
-        Part(part.at - low, part.dtype, part.target, part.to, part.loops, part.direct) for part in parts
-    )
+    shifted = tuple(replace(part, at=part.at - low) for part in parts)
     count = sum(prod(size for size, _, _ in part.loops) for part in parts)
-    return Write(name, dtype, begin + low // width, (high - low) // width, count, moved)
+    return Write(name, dtype, begin + low // width, (high - low) // width, count, shifted)
 
 
-def _runs(part: Part) -> tuple[npt.NDArray[np.int64], int]:
+def _find_runs(part: Part) -> tuple[npt.NDArray[np.int64], int]:
     length, loops = 1, list(part.loops)
     # Inner loops with a stride of the length so far continue the run in the file.
     while loops and loops[-1][1] == length:
