@@ -1,8 +1,8 @@
 """Checkpoints of accelerate and the Trainer, and models that accelerate prepares.
 
-On DeepSpeed both save through the engine's ``save_checkpoint`` and ``load_checkpoint``, on FSDP2 through four
-functions of accelerate. They write a directory of ``save_state`` in the place of the library's own files,
-which are still read.
+On DeepSpeed both libraries save with the engine's ``save_checkpoint`` and ``load_checkpoint``, on FSDP2 with
+four functions of accelerate. Here these write a directory of ``save_state``. The libraries' own files can
+still be read.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from zerostart.engines.fsdp2.units import shard_added, shard_around
 from zerostart.engines.optimizers import is_elementwise
 from zerostart.errors import ConfigError, ZerostartError
 from zerostart.integrations.engine_setup import check_sharing, check_tensors, fsdp2_config
-from zerostart.integrations.saving import in_shards
+from zerostart.integrations.saving import is_sharded
 from zerostart.live.model import find_loaded_models, find_record, get_record, unwrap_loaded
 from zerostart.live.training import training_state
 from zerostart.state.resuming.load_state import restore_state
@@ -43,8 +43,8 @@ logger = logging.getLogger("zerostart")
 
 Original = Callable[[], object]
 _CLIENT, _CLIENTS = "client_state", "client_states"
-#: Whether adapters alone were asked for, of models that are saved with the optimizer that follows.
-_adapters_alone: dict[Path, bool] = {}
+#: For each directory: True if the pending save has adapters only.
+_adapters_only: dict[Path, bool] = {}
 
 
 def save_checkpoint(
@@ -58,17 +58,17 @@ def save_checkpoint(
     exclude_frozen_parameters: bool,
     **_: object,
 ) -> object:
-    """``DeepSpeedEngine.save_checkpoint``."""
+    """Replace ``DeepSpeedEngine.save_checkpoint``."""
     engine = self
-    # Decided alike on all ranks: each asks the same of the same engine.
-    if not save_dir or not _movable(engine):
+    # All ranks decide alike: their engines are alike.
+    if not save_dir or not _is_readable(engine):
         return original()
     name = str(tag if tag is not None else f"global_step{engine.global_steps}")
     path, world = Path(save_dir), current_world()
     extra = _client_states(client_state, engine, world)
     frozen = not exclude_frozen_parameters
     write_state(path / name, engine, None, extra, wait=True, frozen=frozen)
-    # Named last, when all is there: whoever looks for the newest finds the one before until then.
+    # Name the checkpoint last: until then readers find the previous one.
     with (
         world.phase("naming the last checkpoint"),
         write_errors(path, f"{name} is saved, and not named as the last"),
@@ -81,7 +81,7 @@ def save_checkpoint(
 
 def _client_states(own: Any, engine: DeepSpeedEngine, world: World) -> dict[str, object]:
     state = dict(own)
-    # DeepSpeed saves a file of every rank at stage 3 only; at others rank 0 writes what it has.
+    # Only at stage 3 does DeepSpeed save one file for each rank; otherwise rank 0 saves its state.
     if not engine.zero_optimization_partition_weights():
         return {_CLIENT: world.broadcast_object(lambda: state, "taking the first rank's client state")}
     every = world.all_gather_object(state, "collecting the client's states")
@@ -101,7 +101,7 @@ def load_checkpoint(
     custom_load_fn: object,
     **_: object,
 ) -> object:
-    """``DeepSpeedEngine.load_checkpoint``; raises ConfigError for what cannot be honoured."""
+    """Replace ``DeepSpeedEngine.load_checkpoint``; raise ConfigError for unsupported arguments."""
     engine = self
     path = state_in(load_dir, _number(tag), tag)
     if path is None:
@@ -115,7 +115,7 @@ def load_checkpoint(
         )
     schedule = engine.lr_scheduler
     keeps = not load_lr_scheduler_states and hasattr(schedule, "state_dict")
-    # load_state resumes the schedule with the counters; what the caller did not ask for is put back after.
+    # load_state also resumes the schedule: restore it if the caller did not request that.
     before = schedule.state_dict() if keeps else None
     stepped = load_optimizer_states and not load_module_only
     extra = restore_state(path, engine, None, stepped=stepped, counters=not load_module_only)
@@ -130,22 +130,22 @@ def _client_state(extra: Mapping[str, Any], world: World) -> object:
 
 
 def _number(tag: str | None) -> int:
-    """The number of the model that accelerate names so."""
+    """Parse the index of the model from a tag of accelerate."""
     last = (tag or "").removeprefix(f"{DEEPSPEED}_")
     return int(last) if last.isdecimal() else 0
 
 
-def _movable(engine: DeepSpeedEngine) -> bool:
-    # Files that only one machine sees are DeepSpeed's own affair.
+def _is_readable(engine: DeepSpeedEngine) -> bool:
+    # Leave node-local files to DeepSpeed.
     if engine.use_node_local_storage():
         return False
     if next(find_loaded_models(engine.module), None) is not None:
         return True
-    # Plain engines of no ZeRO, DeepSpeed's MoE and Megatron's mpu keep what no layout here describes.
+    # No layout here describes engines without ZeRO, DeepSpeed's MoE and Megatron's mpu.
     if not engine.zero_optimization() or engine.has_moe_layers or engine.mpu is not None:
         return False
     try:
-        # Asked and not kept: only whether its state can be read at all.
+        # Find out if the state can be read; the result is not needed.
         training_state(engine, None)
     except ZerostartError:
         return False
@@ -153,33 +153,33 @@ def _movable(engine: DeepSpeedEngine) -> bool:
 
 
 def save_fsdp_model(original: Original, **call: Any) -> object:
-    """accelerate's function; the model is saved with its optimizer, where that follows."""
+    """Replace accelerate's function; save nothing yet if an optimizer follows."""
     model, number = call["model"], call["model_index"]
     if not _is_saved_here(call["fsdp_plugin"], model):
         return original()
     path, adapters_only = _fsdp_path(call["output_dir"], number), call["adapter_only"]
     if _has_optimizer(call["accelerator"], number):
-        # accelerate calls for the model first and for its optimizer right after: one directory has both, and
-        # is written by the second call, which is not told of adapters.
-        _adapters_alone[path] = adapters_only
+        # accelerate saves the model first and then its optimizer. The second call writes one directory with
+        # both, but does not get `adapter_only`.
+        _adapters_only[path] = adapters_only
     else:
         write_state(path, model, None, None, wait=True, frozen=not adapters_only)
     return None
 
 
 def save_fsdp_optimizer(original: Original, **call: Any) -> object:
-    """accelerate's function."""
+    """Replace accelerate's function; save the model and its optimizer."""
     model = call["model"]
     if not _is_saved_here(call["fsdp_plugin"], model):
         return original()
     path = _fsdp_path(call["output_dir"], call["optimizer_index"])
-    frozen = not _adapters_alone.pop(path, False)
+    frozen = not _adapters_only.pop(path, False)
     write_state(path, model, call["optimizer"], None, wait=True, frozen=frozen)
     return None
 
 
 def begin_fsdp_load(original: Original, **call: Any) -> object:
-    """``load_fsdp_model`` in accelerate's ``load_state``: the model comes with its optimizer, if any."""
+    """Replace ``load_fsdp_model`` in ``load_state``; wait for the optimizer, if any."""
     number = call["model_index"]
     if _has_optimizer(call["accelerator"], number) and state_in(call["input_dir"], number) is not None:
         return None
@@ -187,12 +187,12 @@ def begin_fsdp_load(original: Original, **call: Any) -> object:
 
 
 def load_fsdp_model(original: Original, **call: Any) -> object:
-    """accelerate's function: the model alone, for nobody knows whether its optimizer is to follow."""
+    """Replace accelerate's function; load the model without an optimizer."""
     return _load_fsdp(original, call["input_dir"], call["model_index"], call["model"], None)
 
 
 def load_fsdp_optimizer(original: Original, **call: Any) -> object:
-    """accelerate's function: the model and its optimizer."""
+    """Replace accelerate's function; load the model and its optimizer."""
     return _load_fsdp(original, call["input_dir"], call["optimizer_index"], call["model"], call["optimizer"])
 
 
@@ -209,11 +209,11 @@ def _load_fsdp(
 def _is_saved_here(plugin: FSDPPlugin, model: nn.Module) -> bool:
     if plugin.fsdp_version != 2:
         return False
-    return next(find_loaded_models(model), None) is not None or in_shards(model)
+    return next(find_loaded_models(model), None) is not None or is_sharded(model)
 
 
 def _has_optimizer(accelerator: Accelerator, model_index: int) -> bool:
-    # accelerate pairs models and optimizers by their numbers.
+    # accelerate pairs models and optimizers by index.
     return len(accelerator._optimizers) > model_index
 
 
@@ -222,45 +222,45 @@ def _fsdp_path(directory: str, number: int) -> Path:
 
 
 def load_accelerator_state(original: Callable[[], dict[str, object]], **_: object) -> dict[str, object]:
-    """accelerate's function: ranks that are new get the number of the step from the first one."""
-    # Its file is one of each rank; a rank that was not there when it was saved finds none, and no step.
-    found = original()
+    """Replace accelerate's function; new ranks get the step from rank 0."""
+    # Each rank has a file: a new rank finds none, and so no step.
+    state = original()
     world = current_world()
-    step = world.broadcast_object(lambda: found.get("step"), "agreeing on the step")
+    step = world.broadcast_object(lambda: state.get("step"), "agreeing on the step")
     if step is not None:
-        found.setdefault("step", step)
-    return found
+        state.setdefault("step", step)
+    return state
 
 
-#: Settings of FSDP2 that the parameters of a model have, and which cannot be left to the engine's default.
+#: FSDP2 settings of the parameters, for which the engine's defaults do not apply.
 POLICIES = ("mp_policy", "offload_policy")
-#: Models that every rank read whole while zerostart was enabled, for no sharding was set up then.
+#: Models that every rank read whole, because no sharding was set up.
 _whole: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-#: Classes of optimizers that were warned of.
+#: Optimizer classes with a warning.
 _warned: set[type] = set()
 
 
 def note_whole(model: nn.Module) -> None:
-    """Note a model that every rank has read whole."""
+    """Record a model that every rank has read whole."""
     _whole.add(model)
 
 
-def sharded(model: nn.Module) -> bool:
-    """Whether accelerate's FSDP2 preparation is to leave ``model`` as it is; what was added is sharded here.
+def prepare_fsdp2(model: nn.Module) -> bool:
+    """Shard parameters that a script added; True if accelerate must not shard ``model``.
 
-    Raises ConfigError where it, or a part of it, was loaded for other settings than accelerate has now.
+    Raises ConfigError if ``model``, or a part of it, was loaded with other settings than accelerate's.
     """
-    # All checks come before the first shard: what is refused is left as it was.
+    # Check everything before the first shard: a refused model stays unchanged.
     _refuse_whole(model, "fsdp2")
     parts = list(find_loaded_models(model))
     plugin = fsdp2_plugin()
-    wanted = [_wanted(part, plugin) for part in parts]
+    policies_of_parts = [_fsdp2_policies(part, plugin) for part in parts]
     if plugin is None or not parts:
         return False
-    _refuse_beside_tensors(model, parts)
-    policies, fp32 = wanted[0], plugin.mixed_precision != "no"
-    # The whole model is a load. Else loads are parts of a model of the script, whose other parameters are
-    # sharded around them, after what lies within.
+    _refuse_added_parameters(model, parts)
+    policies, fp32 = policies_of_parts[0], plugin.mixed_precision != "no"
+    # If only parts of the script's model were loaded, shard parameters within the parts first, then the
+    # parameters around them.
     if find_record(unwrap_loaded(model)) is not None:
         shard_added(model, policies, fp32)
         return True
@@ -270,8 +270,8 @@ def sharded(model: nn.Module) -> bool:
     return True
 
 
-def _refuse_beside_tensors(model: nn.Module, parts: Sequence[nn.Module]) -> None:
-    """Raise ConfigError for parameters that were added where ranks share tensors: none would cut them."""
+def _refuse_added_parameters(model: nn.Module, parts: Sequence[nn.Module]) -> None:
+    """Raise ConfigError for parameters added to a tensor-parallel model."""
     sharing = max(get_record(part).engine.mesh.tensor_parallel for part in parts)
     added = [n for n, p in model.named_parameters() if p.dim() and not isinstance(p, DTensor)]
     if sharing > 1 and added:
@@ -281,7 +281,7 @@ def _refuse_beside_tensors(model: nn.Module, parts: Sequence[nn.Module]) -> None
         )
 
 
-def _wanted(part: nn.Module, plugin: FSDP2Plugin | None) -> Mapping[str, object]:
+def _fsdp2_policies(part: nn.Module, plugin: FSDP2Plugin | None) -> Mapping[str, object]:
     engine = get_record(part).engine
     check_tensors(part)
     check_sharing(part)
@@ -296,12 +296,12 @@ def _wanted(part: nn.Module, plugin: FSDP2Plugin | None) -> Mapping[str, object]
             "accelerate prepares it for FSDP2; leave zero_stage out, or use "
             "DistributedDataParallel"
         )
-    wanted = fsdp2_config(plugin, type(part))
-    # What the caller's own engine_config leaves open is no contradiction.
-    given = dict(engine.config or {})
-    chosen = {**wanted, **{key: given.get(key) for key in POLICIES}, **given}
+    current = fsdp2_config(plugin, type(part))
+    # Settings that the caller's engine_config leaves out do not contradict.
+    own = dict(engine.config or {})
+    loaded = {**current, **{key: own.get(key) for key in POLICIES}, **own}
     compared = ("reshard_after_forward", *POLICIES)
-    differing = [key for key in compared if wanted.get(key) != chosen.get(key)]
+    differing = [key for key in compared if current.get(key) != loaded.get(key)]
     if differing:
         raise ConfigError(
             f"{type(part).__name__} was loaded with other FSDP2 settings than accelerate has now "
@@ -309,11 +309,11 @@ def _wanted(part: nn.Module, plugin: FSDP2Plugin | None) -> Mapping[str, object]
             "model, or pass zerostart.enabled(engine='fsdp2', engine_config=...) the settings "
             "that accelerate will have"
         )
-    return {key: wanted[key] for key in POLICIES if key in wanted}
+    return {key: current[key] for key in POLICIES if key in current}
 
 
-def partitioned(accelerator: Accelerator, model: nn.Module) -> None:
-    """Raise ConfigError for a model that, or a part of which, was not loaded for accelerate's stage."""
+def check_deepspeed(accelerator: Accelerator, model: nn.Module) -> None:
+    """Raise ConfigError if ``model`` or a part was loaded for another ZeRO stage."""
     plugin = accelerator.state.deepspeed_plugin
     parts = list(find_loaded_models(model))
     for part in parts:
@@ -334,7 +334,7 @@ def partitioned(accelerator: Accelerator, model: nn.Module) -> None:
 
 
 def warn_of_optimizer(optimizer: object) -> None:
-    """Warn once, on rank 0, of an optimizer of shards that may look at several elements together."""
+    """Warn once, on rank 0, about an optimizer that may combine elements of shards."""
     kind, world = type(getattr(optimizer, "optimizer", optimizer)), current_world()
     if world.size == 1 or world.rank or is_elementwise(kind) or kind in _warned:
         return
@@ -350,7 +350,7 @@ def warn_of_optimizer(optimizer: object) -> None:
 
 
 def _refuse_whole(model: nn.Module, engine: str) -> None:
-    """Raise ConfigError for a model that every rank read whole, though zerostart was enabled."""
+    """Raise ConfigError for a model that every rank read whole."""
     for module in model.modules():
         if module in _whole:
             title = engines.titled(engine, 3)

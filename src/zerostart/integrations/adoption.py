@@ -1,7 +1,7 @@
-"""``zerostart.enabled``: existing scripts, whose ``from_pretrained`` becomes a sharded load.
+"""Make ``from_pretrained`` of existing scripts load in shards: ``zerostart.enabled``.
 
-What happens at a call of ``from_pretrained`` follows from the settings of the innermost ``enabled`` (or of
-``enable``) and from the configuration that is active at that moment, wherever it was made.
+The settings of the innermost ``enabled`` (or ``enable``) apply to each call, together with the engine
+configuration that is active at that moment.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from zerostart.distributed.world import current_world
 from zerostart.engines import check_choice, family_of
 from zerostart.errors import ConfigError
 from zerostart.integrations import accelerate, barrier, diffsynth, saving
-from zerostart.integrations.accelerate import note_whole, partitioned, sharded
+from zerostart.integrations.accelerate import check_deepspeed, note_whole, prepare_fsdp2
 from zerostart.integrations.diffsynth import DiffSynthLoad, keys_of_torch_file
 from zerostart.integrations.diffusers import DiffusersLoad
-from zerostart.integrations.engine_setup import EngineSetup, SharedSequences, find_active
+from zerostart.integrations.engine_setup import EngineSetup, SequenceSharing, find_active
 from zerostart.integrations.later_calls import SAVE_PRETRAINED, serve_adapters, serve_resizing
 from zerostart.integrations.loading import InterceptedLoad
 from zerostart.integrations.transformers import trainer
@@ -45,27 +45,27 @@ from zerostart.upstream.transformers.distributed import flag_notes
 from zerostart.upstream.transformers.loading import TransformersSeam
 from zerostart.upstream.types import Accelerator
 
-#: The kind of call that serves one library's loading.
+#: Load of one library.
 Load = TypeVar("Load", bound=InterceptedLoad)
-#: Settings that are in force, the innermost last.
+#: Active settings, innermost last.
 _stack: list[Request] = []
 
 
 @dataclass(frozen=True)
 class Notice:
-    """One model of a script: the name of its class, and ``how`` it was taken over, None where it was not."""
+    """Class name of a loaded model, and ``how`` zerostart loaded it, or None."""
 
     model: str
     how: str | None
 
 
 _listeners: list[Callable[[Notice], None]] = []
-#: The first model that every rank loaded whole, once it was told.
-_told_of_whole: list[Notice] = []
+#: The first model that every rank loaded whole; only this one is reported.
+_printed: list[Notice] = []
 
 
 def listen(listener: Callable[[Notice], None]) -> Callable[[], None]:
-    """Have ``listener`` called from now on; returns what ends that."""
+    """Call ``listener`` for each model from now on; return a function that stops it."""
     _listeners.append(listener)
     return lambda: _listeners.remove(listener)
 
@@ -77,31 +77,31 @@ def _notify(notice: Notice) -> None:
         return
     how = notice.how
     if how is None:
-        # One process alone has nothing to shard.
-        if not _several() or _told_of_whole:
+        # A single process shards nothing.
+        if not _has_several_ranks() or _printed:
             return
-        _told_of_whole.append(notice)
+        _printed.append(notice)
         how = (
             "was loaded whole by every rank, as without zerostart: no sharding was set up. Launch the "
             "script with a DeepSpeed ZeRO or FSDP2 configuration, make TrainingArguments or the "
             "Accelerator before the model, or name zerostart.enable(engine=...)"
         )
-    if sys.stderr is not None:  # or it would go to stdout
+    if sys.stderr is not None:  # print() would write to stdout
         print(f"zerostart: {notice.model} {how}", file=sys.stderr, flush=True)
 
 
-def _several() -> bool:
+def _has_several_ranks() -> bool:
     return int(os.environ.get("WORLD_SIZE", "1") or 1) > 1
 
 
 def enable(settings: Request) -> None:
-    """Put ``settings`` in force until ``disable``; see ``zerostart.enable``.
+    """Apply ``settings`` until ``disable``; see ``zerostart.enable``.
 
-    Raises ConfigError for an engine or a stage that is not known, and settings without an engine.
+    Raises ConfigError for an unknown engine or stage, and for engine settings without an engine.
     """
     settings = settings.read()
     _check(settings)
-    # Where one of them cannot be put in place, those before it are taken out again.
+    # If an override fails to open, close those before it.
     with contextlib.ExitStack() as stack:
         for override in (*_overrides, adopted_steps):
             override.open()
@@ -111,10 +111,7 @@ def enable(settings: Request) -> None:
 
 
 def disable() -> None:
-    """Take the settings put in force last out of it; see ``zerostart.disable``.
-
-    Raises ConfigError if there are none.
-    """
+    """Remove the last settings; see ``zerostart.disable``. Raises ConfigError without any."""
     if not _stack:
         raise ConfigError("zerostart is not enabled; call zerostart.enable() before zerostart.disable()")
     _stack.pop()
@@ -124,7 +121,7 @@ def disable() -> None:
 
 @contextlib.contextmanager
 def enabled(settings: Request) -> Iterator[None]:
-    """``enable`` for a block; see ``zerostart.enabled``."""
+    """Enable for a block; see ``zerostart.enabled``."""
     enable(settings)
     try:
         yield
@@ -144,10 +141,10 @@ def _check(settings: Request) -> None:
 
 
 def _choose(kind_of_load: type[Load], model: type, arguments: dict[str, Any]) -> Load | None:
-    """What serves a call of ``model.from_pretrained``, of the class given; None: the library itself."""
+    """Return the load for a call of ``model.from_pretrained``; None leaves it to the library."""
     settings = _stack[-1]
-    setup = _resolved(settings, model)
-    # No engine is set up: a plain script goes on as without zerostart, unless axes were asked for.
+    setup = _find_setup(settings, model)
+    # Without an engine the library loads the model, unless parallel axes were requested.
     if setup is None:
         if max(settings.expert_parallel, settings.tensor_parallel, settings.sequence_parallel) > 1:
             raise ConfigError(
@@ -159,9 +156,9 @@ def _choose(kind_of_load: type[Load], model: type, arguments: dict[str, Any]) ->
                 "before the model, or name it in enabled(engine=...)"
             )
         return None
-    # First the process group, whose store the barrier uses; then the barrier, so that a call that one rank
-    # makes alone is an error there; then the checks, which every rank makes and fails alike.
-    shared = SharedSequences.of(setup.engine).merged(settings.sequence_parallel)
+    # The barrier needs the store of the process group, and finds calls that only one rank makes. The checks
+    # fail on all ranks alike.
+    shared = SequenceSharing.of(setup.engine).merge(settings.sequence_parallel)
     join_ranks(setup.family.host_backend)
     barrier.barrier(f"{model.__name__}.{kind_of_load.function}")
     call = kind_of_load(settings, replace(setup, sequences=shared), arguments, _serve_later_calls)
@@ -169,18 +166,18 @@ def _choose(kind_of_load: type[Load], model: type, arguments: dict[str, Any]) ->
     return call
 
 
-def _resolved(settings: Request, model: type) -> EngineSetup | None:
-    found = find_active(model)
+def _find_setup(settings: Request, model: type) -> EngineSetup | None:
+    active = find_active(model)
     if settings.engine is None:
-        return found
-    # What the script is set up for counts as long as enabled() names the same engine and no configuration.
-    if settings.engine_config is not None or found is None or found.engine != settings.engine:
+        return active
+    # Use the script's setup if enabled() names the same engine and no configuration.
+    if settings.engine_config is not None or active is None or active.engine != settings.engine:
         config, stage = dict(settings.engine_config or {}), settings.zero_stage
         if stage is None:
             configured = family_of(settings.engine).configured_stage(config)
             stage = 3 if configured is None else configured
-        return EngineSetup.asked(settings.engine, stage, config)
-    return found if settings.zero_stage is None else found.at(settings.zero_stage)
+        return EngineSetup.requested(settings.engine, stage, config)
+    return active if settings.zero_stage is None else active.at_stage(settings.zero_stage)
 
 
 def _serve_later_calls(model: nn.Module, setup: str) -> None:
@@ -193,14 +190,14 @@ def _serve_later_calls(model: nn.Module, setup: str) -> None:
         _consolidation.hold(model)
     report = record.report
     how = f"loaded in shards: {setup} on {report.world_size} ranks, in {report.phases['total']:.1f} s"
-    # FSDP2 gives modules a class of their own.
+    # FSDP2 changes the class of a module.
     kind = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
     _notify(Notice(kind.__name__, how))
 
 
 def _whole_state(model: nn.Module, without_frozen: bool) -> Any:
     inner = next(find_loaded_models(model), None)
-    # Whole on every rank, or in ZeRO-3 shards over all of them: DeepSpeed's own gathering is right.
+    # Without parallel axes DeepSpeed's gathering is correct.
     if inner is None or not get_record(inner).parallelism.mesh.parallel:
         return NotImplemented
     if inner is not model:
@@ -213,11 +210,10 @@ def _whole_state(model: nn.Module, without_frozen: bool) -> Any:
     state: dict[str, torch.Tensor] = {}
     for name, tensor in full_tensors(model, 0):
         parameter = parameters.get(name)
-        # All ranks walk through all tensors, as each is gathered by all of them; rank 0 alone gets them, None
-        # is on the others.
+        # All ranks gather each tensor; only rank 0 receives it, the others get None.
         if tensor is None or (without_frozen and parameter is not None and not parameter.requires_grad):
             continue
-        # Tied names share one tensor, as in the model's own state dict.
+        # Tied names share one tensor, as in a state dict.
         state[name] = tensor if parameter is None else first.setdefault(id(parameter), tensor)
     return state if current_world().rank == 0 else None
 
@@ -233,30 +229,30 @@ def _get_state_dict(
     return original() if whole is NotImplemented else whole
 
 
-def _left(model: nn.Module) -> None:
+def _note_unsharded(model: nn.Module) -> None:
     _notify(Notice(type(model).__name__, None))
-    # One process alone shards nothing, so that preparing the model later is no mistake.
-    if _several():
+    # A single process may prepare a whole model.
+    if _has_several_ranks():
         note_whole(model)
         _accelerate.hold(model)
 
 
-def _keys_of(path: str) -> dict[str, object] | None:
-    return None if _resolved(_stack[-1], nn.Module) is None else keys_of_torch_file(path)
+def _read_keys(path: str) -> dict[str, object] | None:
+    return None if _find_setup(_stack[-1], nn.Module) is None else keys_of_torch_file(path)
 
 
 def _wait_for_everyone(original: Any, **call: object) -> object:
-    """``wait_for_everyone`` of accelerate, which ranks that wait for others at another place look at."""
+    """Record that this rank waits in accelerate's ``wait_for_everyone``."""
     barrier.note_wait()
     return original()
 
 
 _transformers = TransformersSeam(
-    functools.partial(_choose, TransformersLoad), functools.partial(_choose, FromConfigLoad), _left
+    functools.partial(_choose, TransformersLoad), functools.partial(_choose, FromConfigLoad), _note_unsharded
 )
-_diffusers = DiffusersSeam(functools.partial(_choose, DiffusersLoad), _left)
-_diffsynth = DiffSynthSeam(functools.partial(_choose, DiffSynthLoad), _left, _keys_of)
-_accelerate = AcceleratorPatches(sharded, partitioned, accelerate.warn_of_optimizer)
+_diffusers = DiffusersSeam(functools.partial(_choose, DiffusersLoad), _note_unsharded)
+_diffsynth = DiffSynthSeam(functools.partial(_choose, DiffSynthLoad), _note_unsharded, _read_keys)
+_accelerate = AcceleratorPatches(prepare_fsdp2, check_deepspeed, accelerate.warn_of_optimizer)
 _consolidation = Consolidation(_whole_state)
 _saving = SavingCalls(
     {
@@ -289,6 +285,6 @@ _overrides: list[Any] = [_transformers, flag_notes, _diffusers, _diffsynth, _acc
 
 
 def add_override(override: Any) -> None:
-    """Have ``enable`` open, and ``disable`` close, one more override."""
+    """Add an override that ``enable`` opens and ``disable`` closes."""
     if override not in _overrides:
         _overrides.append(override)

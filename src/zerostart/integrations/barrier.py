@@ -1,9 +1,9 @@
-"""Calls that all ranks have to make: whether they do.
+"""Check that all ranks make the collective calls of a script.
 
-Scripts save on rank 0 only where rank 0 has all that is saved; and transformers' documentation has every rank
-call ``save_pretrained``, with a state dict that was gathered before, on rank 0 only. So before the ranks meet
-in a collective, rank 0 tells by the store of the process group what its call is, and the others answer.
-Before a load of a script all ranks write there that they have come.
+Some scripts call ``save_pretrained`` on rank 0 only. With a state dict that was gathered before, as in
+transformers' documentation, that is correct: rank 0 saves without the others. So before a collective save
+rank 0 announces its call in the store of the process group, and the others answer. Before a load all ranks
+record there that they have begun.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ _SAME_CALL_HINT = (
 
 @dataclass
 class _Calls:
-    """Calls that this rank has announced and heard of, in one process group.
+    """Calls of this rank in one process group.
 
-    The numbers are kept in the store: a group that is made again often has that of the one before it.
+    Counters are in the store, because a new process group may share the store of the previous one.
     """
 
     store: Any
     rank: int
     size: int
     seconds: float
-    #: By directory, the calls with a state dict of its own that this rank has made.
+    #: For each directory: number of this rank's saves of a given state dict.
     own: Counter[str] = field(default_factory=Counter)
 
-    def count(self, what: str, more: int = 0) -> int:
-        return int(self.store.add(f"{what}/{self.rank}", more))
+    def count(self, counter: str, more: int = 0) -> int:
+        return int(self.store.add(f"{counter}/{self.rank}", more))
 
     def announce(self, kind: str, directory: str) -> None:
-        """Tell as rank 0 what its next call is."""
+        """Announce the next call of rank 0."""
         self.store.set(f"call/{self.count('calls')}", json.dumps([kind, directory]))
         self.count("calls", 1)
 
     def lead(self, directory: str) -> bool:
-        """Return as rank 0, always True, when all others make this call."""
+        """Wait, as rank 0, until all others make this call; return True."""
         number = self.count("calls")
         self.announce(_TOGETHER, directory)
         self.store.set(f"here/{number}/0", directory)
@@ -69,21 +69,20 @@ class _Calls:
             self._wait([f"call/{number}"], directory)
             kind, theirs = json.loads(self.store.get(f"call/{number}"))
             self.count("calls", 1)
-            # Calls of rank 0 come in its order: those it makes by itself are passed over, until one of this
-            # directory (then this rank saves nothing) or one that all make.
+            # Go through the calls of rank 0 in order, up to a collective one, or a local save into this
+            # directory, for which this rank saves nothing.
             if kind == _TOGETHER:
                 self.store.set(f"here/{number}/{self.rank}", directory)
                 if theirs != directory:
                     raise _diverged_error(directory, 0, theirs)
                 return True
-            # Both ranks were handed a state dict for that directory, and this one has saved its own.
+            # This rank has saved its own state dict into that directory, too.
             if self.own[theirs]:
                 self.own[theirs] -= 1
             elif theirs == directory:
                 return False
 
     def _wait(self, keys: list[str], directory: str) -> None:
-        """Wait for rank 0's key, or for those of all ranks."""
         missing = await_ranks(self.store, keys, self.seconds, self._is_anyone_elsewhere)
         if missing:
             where = "waits for everyone instead (wait_for_everyone)"
@@ -97,13 +96,13 @@ class _Calls:
             )
 
     def gather(self, call: str) -> None:
-        """Return when every rank has begun this load."""
+        """Wait until every rank has begun this load."""
         place = f"load/{self.count('loads')}"
         keys = [f"{place}/{rank}" for rank in range(self.size)]
         self.store.set(keys[self.rank], call)
         missing = await_ranks(self.store, keys, self.seconds, self._is_anyone_elsewhere)
         if missing:
-            self.store.delete_key(keys[self.rank])  # What comes later is this load of all.
+            self.store.delete_key(keys[self.rank])  # a later attempt uses the same key
             elsewhere = self._is_anyone_elsewhere()
             how = ", where one waits for everyone instead" if elsewhere else f" within {self.seconds:.0f} s"
             named = name_ranks(self.store, missing)
@@ -115,19 +114,19 @@ class _Calls:
             )
 
     def note_wait(self) -> None:
-        """Tell that this rank is about to wait for everyone."""
+        """Record that this rank will wait for everyone."""
         self.store.set(f"waited/{self.count('waits', 1)}", "")
 
     def _is_anyone_elsewhere(self) -> bool:
         return bool(self.store.check([f"waited/{self.count('waits') + 1}"]))
 
 
-#: By process group; there is one at a time.
+#: Calls of each process group.
 _calls: weakref.WeakKeyDictionary[Any, _Calls] = weakref.WeakKeyDictionary()
 
 
-def _here() -> _Calls | None:
-    """This process group's calls; None for a process that is alone."""
+def _current_calls() -> _Calls | None:
+    """Return the calls of the process group; None for a single process."""
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     group, world = dist.group.WORLD, current_world()
@@ -137,18 +136,18 @@ def _here() -> _Calls | None:
 
 
 def barrier(call: str) -> None:
-    """Return when every rank is at ``call``, which loads a model in shards.
+    """Wait until every rank makes ``call``, which loads a model in shards.
 
-    Raises ConfigError where others do not come, or come to something else.
+    Raises ConfigError if a rank does not come, or makes another call.
     """
-    calls = _here()
+    calls = _current_calls()
     if calls is not None:
         calls.gather(call)
 
 
 def announce_local_save(directory: str | os.PathLike[str]) -> None:
-    """Tell that this rank saves what it was handed by itself; returns at once, and need not be called."""
-    calls = _here()
+    """Announce that this rank saves a given state dict without the others; never waits."""
+    calls = _current_calls()
     if calls is None:
         return
     if calls.rank == 0:
@@ -158,17 +157,17 @@ def announce_local_save(directory: str | os.PathLike[str]) -> None:
 
 
 def join_save(directory: str | os.PathLike[str]) -> bool:
-    """True to go on with a collective save into ``directory``; False where rank 0 saves by itself.
+    """Return True to save collectively into ``directory``; False if rank 0 saves it without others.
 
-    Raises ConfigError where the other ranks do not come, or save somewhere else.
+    Raises ConfigError if other ranks do not come, or save to another directory.
     """
-    calls = _here()
+    calls = _current_calls()
     return calls is None or (calls.follow if calls.rank else calls.lead)(os.fspath(directory))
 
 
 def note_wait() -> None:
-    """Tell that this rank is about to wait for everyone."""
-    calls = _here()
+    """Record that this rank will wait for everyone."""
+    calls = _current_calls()
     if calls is not None:
         calls.note_wait()
 

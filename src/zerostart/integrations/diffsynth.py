@@ -1,4 +1,4 @@
-"""DiffSynth-Studio's ``load_model`` in shards, and the weights that its scripts resume, add and save."""
+"""Load DiffSynth-Studio's models in shards; resume, extend and save their weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zerostart.distributed.world import World, current_world
 from zerostart.engines import Shard, first_rank_shard
 from zerostart.errors import ConfigError, CoverageError
 from zerostart.integrations.loading import InterceptedLoad
-from zerostart.integrations.saving import in_shards
+from zerostart.integrations.saving import is_sharded
 from zerostart.live.model import LiveModel, find_loaded_parts
 from zerostart.loading.run import run
 from zerostart.loading.source import open_source
@@ -32,15 +32,15 @@ from zerostart.upstream.types import Accelerator, ModelLogger, TrainingModule
 if TYPE_CHECKING:
     from zerostart.loading.request import Source
 
-#: Under these DiffSynth looks for a torch file's weights, where it has nothing else.
+#: Keys of a torch file below which DiffSynth looks for the weights.
 _UNWRAPPED = ("state_dict", "module", "model_state")
 
 
 class DiffSynthLoad(InterceptedLoad):
-    """By DiffSynth's rules: every weight in the one dtype, and none missing or too much.
+    """Load by DiffSynth's rules: one dtype for all weights, none missing, none unexpected.
 
-    Weights are never read as a whole, so ``use_disk_map`` says nothing new; where shards lie the engine says,
-    and not ``device``. ``vram_config`` and ``vram_limit`` belong to a ``module_map``.
+    ``use_disk_map`` and ``device`` have no effect: weights are never read whole, and the engine places the
+    shards. ``vram_config`` and ``vram_limit`` belong to ``module_map``.
     """
 
     refused: Mapping[str, str] = {
@@ -53,30 +53,30 @@ class DiffSynthLoad(InterceptedLoad):
 
     @property
     def _stays_whole(self) -> bool:
-        """True for an autoencoder at ZeRO-3: it is small, and ranks call it unequally often."""
-        sharded = self._setup.family.owns_optimizer and not self._setup.whole
+        """True for an autoencoder at ZeRO-3, which ranks call a different number of times."""
+        sharded = self._setup.family.owns_optimizer and not self._setup.is_whole
         return sharded and "VAE" in self.arguments["model_class"].__name__
 
     @property
     def _left_to_diffsynth(self) -> bool:
-        given = self.arguments
+        arguments = self.arguments
         if self._stays_whole:
             return True
-        if given["module_map"] is None and given["quantize"] is None:
+        if arguments["module_map"] is None and arguments["quantize"] is None:
             return False
-        on_disk = given["quantize"] is None and given["vram_config"]["offload_device"] == "disk"
-        return self._setup.whole or on_disk
+        on_disk = arguments["quantize"] is None and arguments["vram_config"]["offload_device"] == "disk"
+        return self._setup.is_whole or on_disk
 
     def check(self) -> None:
-        """As ``InterceptedLoad.check``, where weights are to be in shards."""
+        """Check the arguments of a sharded load, as ``InterceptedLoad.check``."""
         if not self._left_to_diffsynth:
             super().check()
 
     def load_model(self, original: Callable[[], nn.Module]) -> nn.Module:
-        """Build and load, collectively; ``original`` does where weights are kept in DiffSynth's own way.
+        """Build and load a model; collective. Leave other ways to keep weights to ``original``.
 
-        Raises ConfigError for arguments that cannot be honoured, CoverageError for weights that are missing
-        or too much, and what ``zerostart.load`` raises besides.
+        Raises ConfigError for unsupported arguments, CoverageError for missing or unexpected weights, and the
+        errors of ``zerostart.load``.
         """
         if self._left_to_diffsynth:
             with engines.contexts_aside():
@@ -84,29 +84,28 @@ class DiffSynthLoad(InterceptedLoad):
             if self._stays_whole:
                 keep_whole(model)
             return model
-        given, setup = self.arguments, self._setup
-        asked: torch.dtype | None = given["torch_dtype"]
-        # DeepSpeed trains what it gets; accelerate's FSDP2 fp32 copies, wherever the precision is mixed.
-        dtype = asked if setup.family.owns_optimizer else setup.dtype or asked
-        kind, config = given["model_class"], given["config"] or {}
+        arguments, setup = self.arguments, self._setup
+        requested: torch.dtype | None = arguments["torch_dtype"]
+        # DeepSpeed trains the given parameters; in mixed precision FSDP2 trains fp32 copies.
+        dtype = requested if setup.family.owns_optimizer else setup.dtype or requested
+        kind, config = arguments["model_class"], arguments["config"] or {}
 
         def build() -> nn.Module:
-            made: nn.Module = kind(**config)
-            return made if dtype is None else _without_integers(made, dtype)
+            model: nn.Module = kind(**config)
+            return model if dtype is None else _without_integers(model, dtype)
 
-        # Errors name the model by the name of what builds it.
+        # Errors name the model by this function.
         build.__name__ = kind.__name__
         with self.agreeing():
             request = replace(
                 self._request(self._source(), build, "attention that zerostart knows nothing of"),
                 dtype=dtype,
-                converter=given["state_dict_converter"],
+                converter=arguments["state_dict_converter"],
             )
             model = run(request)
-            # Parameters are read in their dtype; buffers are computed in the default one, and cast last, as
-            # DiffSynth's model.to(dtype=...) does.
-            if asked is not None:
-                _cast_buffers(model, asked)
+            # Buffers are computed in the default dtype and cast last, as by DiffSynth's model.to(dtype=...).
+            if requested is not None:
+                _cast_buffers(model, requested)
         self._on_loaded(model, self.setup)
         return model
 
@@ -139,14 +138,14 @@ def _cast_buffers(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def keys_of_torch_file(path: str) -> dict[str, Any]:
-    """Names and shapes of a torch file's tensors, nested as DiffSynth finds them; reads its headers alone.
+    """Return names and shapes of a torch file's tensors, from its headers.
 
-    Raises CheckpointError and ReadError as a load does.
+    They are nested as in DiffSynth. Raises CheckpointError and ReadError.
     """
     entries, notes, _ = read_torch_file(path)
-    found = {entry.name: list(entry.shape) for entry in entries}
+    shapes = {entry.name: list(entry.shape) for entry in entries}
     wrapper = notes.get("state_dict")
-    return found if wrapper is None or wrapper in _UNWRAPPED else {wrapper: found}
+    return shapes if wrapper is None or wrapper in _UNWRAPPED else {wrapper: shapes}
 
 
 Original = Callable[[], object]
@@ -155,14 +154,13 @@ Original = Callable[[], object]
 def resume(
     original: Original, *, self: nn.Module, path: str | None, remove_prefix_in_ckpt: str | None, **_: object
 ) -> object:
-    """``DiffusionTrainingModule.resume_from_checkpoint``: each rank reads its own bytes of the file.
+    """Replace ``resume_from_checkpoint``: each rank reads only its bytes of the file.
 
-    Raises CoverageError for tensors that the pipeline does not have, and what ``zerostart.load`` raises for
-    a file that cannot be read.
+    Raises CoverageError for tensors that the pipeline does not have, and the errors of ``zerostart.load``.
     """
     module, prefix = self, remove_prefix_in_ckpt or ""
-    # Nothing to resume from, or a pipeline in one piece: DiffSynth's own way is right.
-    if path is None or not _shared_out(module):
+    # Without a file or without shards DiffSynth's function is correct.
+    if path is None or not _has_shards(module):
         return original()
     world = current_world()
     with world.phase("resuming from a file of weights"):
@@ -180,10 +178,10 @@ def resume(
                     unexpected,
                     {},
                 )
-            # The file has names without the prefix, the pipeline with it.
-            given = [(name, shards[prefix + name]) for name in catalog.weights]
-            wanted = [(name, shard.layout, shard.storage) for name, shard in given]
-            plan, storages, tuning = planned_reads(catalog, wanted)
+            # Names in the file have no prefix.
+            targets = [(name, shards[prefix + name]) for name in catalog.weights]
+            reads = [(name, shard.layout, shard.storage) for name, shard in targets]
+            plan, storages, tuning = planned_reads(catalog, reads)
         with torch.no_grad():
             execute_together(plan, storages, Progress(plan.read_bytes, False), tuning, world)
         live.drop_gathered()
@@ -191,11 +189,8 @@ def resume(
 
 
 def load_lora(original: Original, *, module: nn.Module, **_: object) -> object:
-    """``BasePipeline.load_lora``, which adds a LoRA to whole weights.
-
-    Raises ConfigError for a model of which each rank has a part.
-    """
-    if in_shards(module):
+    """Replace ``BasePipeline.load_lora``; raise ConfigError for a sharded model."""
+    if is_sharded(module):
         raise ConfigError(
             "load_lora (--preset_lora_path) adds a LoRA to the weights of "
             f"{type(module).__name__}, of which each rank holds only a part: train that LoRA "
@@ -205,12 +200,12 @@ def load_lora(original: Original, *, module: nn.Module, **_: object) -> object:
     return original()
 
 
-def _shared_out(module: nn.Module) -> bool:
-    return any(in_shards(part) for _, part, _ in find_loaded_parts(module))
+def _has_shards(module: nn.Module) -> bool:
+    return any(is_sharded(part) for _, part, _ in find_loaded_parts(module))
 
 
 _SUFFIX = ".safetensors"
-#: Bytes: whatever its size, what is trained is one file.
+#: Maximum size of a file, in bytes: the trained weights are always one file.
 _ONE_FILE = 1 << 62
 
 
@@ -223,11 +218,10 @@ def save_trained(
     file_name: str,
     **_: object,
 ) -> object:
-    """``ModelLogger.save_model``, which every rank calls: each writes its own bytes of the one file.
+    """Replace ``ModelLogger.save_model``: each rank writes its bytes of the one file; collective.
 
-    DiffSynth gathers the whole pipeline and keeps what is trained. Its names, its prefix and the script's
-    converter are asked with tensors that hold nothing. Raises ConfigError for a converter that calculates
-    with the weights, and WriteError as ``save`` does.
+    DiffSynth would gather the whole pipeline. Here its names, prefix and the script's converter are applied
+    to meta tensors. Raises ConfigError for a converter that computes values, and WriteError.
     """
     logger, module = self, accelerator.unwrap_model(model)
     if not find_loaded_parts(module):
@@ -236,7 +230,7 @@ def save_trained(
     with world.phase("saving what is trained"):
         place = Path(agreed_place(Path(logger.output_path) / file_name, world))
         with world.phase("looking at what is trained"):
-            shards = _stored(logger, module, world)
+            shards = _collect_shards(logger, module, world)
             entries = [(n, spelling(s.storage.dtype, n), s.layout.shape) for n, s in shards.items()]
         with publishing(place.parent, world, marker="") as publication:
             write_tensors(
@@ -250,9 +244,9 @@ def save_trained(
     return None
 
 
-def _stored(logger: ModelLogger, module: nn.Module, world: World) -> Mapping[str, Shard]:
+def _collect_shards(logger: ModelLogger, module: nn.Module, world: World) -> Mapping[str, Shard]:
     shards = LiveModel(module, world).named_shards()
-    # The script renames what it saves. It is given tensors without values, told apart by identity after.
+    # The script renames tensors. It gets meta tensors, which are identified by id afterwards.
     twins: dict[str, torch.Tensor] = {}
     by_twin: dict[int, Shard] = {}
     for name, parameter in module.named_parameters():
@@ -261,17 +255,17 @@ def _stored(logger: ModelLogger, module: nn.Module, world: World) -> Mapping[str
             twins[name] = torch.empty(own.layout.shape, dtype=own.storage.dtype, device="meta")
             by_twin[id(twins[name])] = own
     exported = cast("TrainingModule", module).export_trainable_state_dict
-    made = logger.state_dict_converter(exported(dict(twins), remove_prefix=logger.remove_prefix_in_ckpt))
-    found: dict[str, Shard] = {}
-    for name, tensor in made.items():
-        held = by_twin.get(id(tensor))
-        # Made by the converter out of a twin: there are no values that it could have calculated with.
-        if held is None and tensor.is_meta:
+    converted = logger.state_dict_converter(exported(dict(twins), remove_prefix=logger.remove_prefix_in_ckpt))
+    saved: dict[str, Shard] = {}
+    for name, tensor in converted.items():
+        shard = by_twin.get(id(tensor))
+        # The converter computed a tensor from meta tensors.
+        if shard is None and tensor.is_meta:
             raise ConfigError(
                 f"the script's state_dict_converter computes {name} from the weights, of which each "
                 "rank holds only a part; let it only rename tensors, and convert the file after it is "
                 "saved"
             )
-        # A tensor with values that the converter adds itself: as the first rank has it.
-        found[name] = first_rank_shard(name, tensor, world) if held is None else held
-    return found
+        # The converter added a tensor with values: save that of rank 0.
+        saved[name] = first_rank_shard(name, tensor, world) if shard is None else shard
+    return saved

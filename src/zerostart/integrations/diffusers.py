@@ -1,4 +1,4 @@
-"""diffusers' ``from_pretrained`` in shards, and whole pipelines, each component where its placement says."""
+"""Load diffusers' models in shards, and whole pipelines with a placement for each component."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ logger = logging.getLogger("zerostart")
 
 
 class DiffusersLoad(InterceptedLoad):
-    """By diffusers' rules: what is missing is initialised by the model's own constructor."""
+    """Load by diffusers' rules: the model's constructor initialises missing tensors."""
 
     refused: Mapping[str, str] = {
         "device_map": "the ranks share the model out by themselves",
@@ -56,7 +56,7 @@ class DiffusersLoad(InterceptedLoad):
     }
 
     def building(self, dtype: torch.dtype) -> tuple[torch.dtype, AbstractContextManager[None]]:
-        """Buffers are computed in the default dtype, which diffusers sets to the one asked for."""
+        """Return the requested dtype, in which diffusers computes buffers, and a context on meta."""
         self._dtype = dtype
         return dtype, self._on_meta(dtype)
 
@@ -66,9 +66,9 @@ class DiffusersLoad(InterceptedLoad):
             yield
 
     def load(self, model: ModelMixin, files: list[str], name: object, options: Mapping[str, Any]) -> Findings:
-        """Load, collectively, the checkpoint ``name`` with the ``options`` that diffusers read it with.
+        """Load the checkpoint ``name`` with diffusers' own ``options``; collective.
 
-        Raises ConfigError for quantised weights, and what ``zerostart.load`` raises.
+        Raises ConfigError for quantised weights, and the errors of ``zerostart.load``.
         """
         if options.get("hf_quantizer") is not None:
             raise ConfigError(
@@ -82,15 +82,15 @@ class DiffusersLoad(InterceptedLoad):
         return findings
 
 
-#: A model whole on every rank is the load of this engine at this stage.
+#: Engine and stage of a load that is whole on every rank.
 WHOLE = {"engine": "fsdp2", "zero_stage": 0, "engine_reason": "for a whole copy"}
-#: Names of the components of each pipeline that were placed to be dropped.
+#: For each pipeline: names of components with the placement "drop".
 _to_drop: weakref.WeakKeyDictionary[Any, tuple[str, ...]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineRequest:
-    """The arguments of ``zerostart.load_pipeline``, as documented there."""
+    """Arguments of ``zerostart.load_pipeline``; see there."""
 
     source: Any
     placement: Mapping[str, object] | None = None
@@ -119,20 +119,22 @@ def _check_kinds(request: PipelineRequest) -> None:
 
 
 def load_pipeline(request: PipelineRequest) -> Any:
-    """See ``zerostart.load_pipeline``. Raises ZerostartError, the same on every rank."""
+    """Load a pipeline; see ``zerostart.load_pipeline``."""
     world = joined_world()
     with world.phase("loading the pipeline"):
         _check_kinds(request)
         request = replace(request, dtype=dtype_of(request.dtype))
-        root, found, placements = world.broadcast_object(lambda: _looked_at(request), "the pipeline's index")
+        root, parts, placements = world.broadcast_object(
+            lambda: _inspect_request(request), "the pipeline's index"
+        )
         kind = pipeline_class(read_json(root / PIPELINE_INDEX, "pipeline index").get("_class_name"), root)
-        found = tuple(component for component in found if component.name not in request.without)
-        kinds = {c.name: component_class(c.library, c.kind, f"{root / c.name}") for c in found}
+        parts = tuple(component for component in parts if component.name not in request.without)
+        kinds = {c.name: component_class(c.library, c.kind, f"{root / c.name}") for c in parts}
         device = default_device()
         before = allocated_bytes(device)
-        # Shards and replicas come first: what they take is what is not left for components brought in.
+        # Load shards and replicas first: fetched components use the remaining device memory.
         models: dict[str, nn.Module] = {}
-        for component in found:
+        for component in parts:
             placement = placements[component.name]
             if placement.kind == "shard" and "Autoencoder" in component.kind and world.rank == 0:
                 logger.warning(
@@ -141,10 +143,10 @@ def load_pipeline(request: PipelineRequest) -> Any:
                     *(component.name, component.kind, component.name),
                 )
             if not placement.is_fetched:
-                models[component.name] = _placed(request, component, kinds, placement)
+                models[component.name] = _load_component(request, component, kinds, placement)
         window = _window(request, device, allocated_bytes(device) - before)
-        fetched = [component for component in found if placements[component.name].is_fetched]
-        # What rests on the device first: the others are divided for what it leaves.
+        fetched = [component for component in parts if placements[component.name].is_fetched]
+        # Components that rest on the device come first: the others are divided to fit the remaining memory.
         for component in sorted(fetched, key=lambda one: placements[one.name].kind == "offload"):
             placement = placements[component.name]
             own = _own_request(request, component, kinds, placement, WHOLE)
@@ -157,7 +159,7 @@ def load_pipeline(request: PipelineRequest) -> Any:
 
 
 def drop_components(pipe: Pipeline, *names: str) -> tuple[str, ...]:
-    """See ``zerostart.drop_components``. Raises ConfigError for a name that the pipeline does not have."""
+    """Drop components; see ``zerostart.drop_components``. Raises ConfigError for unknown names."""
     chosen = names or _to_drop.get(pipe, ())
     for name in chosen:
         if name not in pipe.components:
@@ -167,33 +169,33 @@ def drop_components(pipe: Pipeline, *names: str) -> tuple[str, ...]:
         component = pipe.components[name]
         if isinstance(component, nn.Module):
             release(component)
-        # diffusers' own way to have no component of that name: its code asks for None.
+        # diffusers' code treats None as a missing component.
         pipe.register_modules(**{name: None})
     return dropped
 
 
-def _looked_at(request: PipelineRequest) -> tuple[Path, tuple[Component, ...], dict[str, Placement]]:
+def _inspect_request(request: PipelineRequest) -> tuple[Path, tuple[Component, ...], dict[str, Placement]]:
     limit = request.device_memory_limit
     if limit is not None and limit < 1:
         raise ConfigError(f"device_memory_limit={limit} must be a number of bytes")
     root = resolve_source(request.source)
-    found = components(root)
-    if found is None:
+    models = components(root)
+    if models is None:
         raise CheckpointError(
             f"{root} has no {PIPELINE_INDEX}, so it is not a pipeline; zerostart.load takes a single model"
         )
-    given = {} if request.placement is None else request.placement
-    names = [component.name for component in found]
-    _check_names("placement", given, names, root)
+    chosen = {} if request.placement is None else request.placement
+    names = [component.name for component in models]
+    _check_names("placement", chosen, names, root)
     _check_names("trainable", request.trainable, names, root)
     _check_names("without", request.without, names, root)
-    for name in (*given, *request.trainable):
+    for name in (*chosen, *request.trainable):
         if name in request.without:
             raise ConfigError(
                 f"{name} is left out (without=), so it can be neither placed nor trained; remove it "
                 "from one of the two arguments"
             )
-    placements = {name: Placement.of(given.get(name, "shard"), name) for name in names}
+    placements = {name: Placement.of(chosen.get(name, "shard"), name) for name in names}
     for name in request.trainable:
         if placements[name].kind not in ("shard", "replicate") or placements[name].is_fetched:
             typed = " with a storage dtype" if placements[name].storage_dtype else ""
@@ -201,11 +203,11 @@ def _looked_at(request: PipelineRequest) -> tuple[Path, tuple[Component, ...], d
                 f"{name} is to be trained, but is placed {placements[name].kind!r}{typed}: place what is "
                 "trained 'shard' or 'replicate', in the dtype in which it computes"
             )
-    return root, found, placements
+    return root, models, placements
 
 
-def _check_names(argument: str, given: Collection[str], names: Sequence[str], root: Path) -> None:
-    unknown = [name for name in given if name not in names]
+def _check_names(argument: str, values: Collection[str], names: Sequence[str], root: Path) -> None:
+    unknown = [name for name in values if name not in names]
     if unknown:
         raise ConfigError(
             f"{argument} names {unknown[0]!r}, which is no model of {root}; its models are {', '.join(names)}"
@@ -229,13 +231,13 @@ def _own_request(
     )
 
 
-def _placed(
+def _load_component(
     request: PipelineRequest,
     component: Component,
     kinds: Mapping[str, type[nn.Module]],
     placement: Placement,
 ) -> nn.Module:
-    """A component that stays where it is: in shards, or whole."""
+    """Load a component that stays in place, sharded or whole."""
     shared = {
         "engine": request.engine,
         "zero_stage": request.zero_stage,
@@ -250,11 +252,11 @@ def _placed(
     return model
 
 
-def _window(request: PipelineRequest, device: torch.device, taken: int) -> Window:
+def _window(request: PipelineRequest, device: torch.device, used_bytes: int) -> Window:
     limit = request.device_memory_limit
-    if limit is not None and taken >= limit:
+    if limit is not None and used_bytes >= limit:
         raise ConfigError(
-            f"the components that stay on {device} take {taken} bytes of device_memory_limit={limit}; raise "
-            "it, shard more of them, or place more of them 'offload'"
+            f"the components that stay on {device} take {used_bytes} bytes of device_memory_limit={limit}; "
+            "raise it, shard more of them, or place more of them 'offload'"
         )
-    return Window(0 if limit is None else limit - taken, device)
+    return Window(0 if limit is None else limit - used_bytes, device)

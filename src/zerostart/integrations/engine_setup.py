@@ -1,6 +1,6 @@
-"""The engine that a script is set up for, and the ranks that share its sequences.
+"""Find the engine of a script, and the ranks that share sequences.
 
-Both are read where transformers, accelerate and DeepSpeed keep them.
+Both are read from transformers, accelerate and DeepSpeed.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from zerostart.upstream.deepspeed.active import active_config, config_stage, ope
 
 
 @dataclass(frozen=True)
-class SharedSequences:
-    """How many ranks share each sequence, and the attention implementation that accelerate is told of.
+class SequenceSharing:
+    """Number of ranks that share a sequence, and accelerate's attention implementation.
 
-    ``asked``: of this very model, and not by what is set up for the script.
+    ``is_explicit`` is True if the caller requested it for this model.
     """
 
     size: int = 1
     attention: str | None = None
-    asked: bool = False
+    is_explicit: bool = False
 
     @classmethod
-    def of(cls, engine: str) -> SharedSequences:
-        """What is active for ``engine``. Raises ConfigError for what Ulysses would refuse, or do wrong."""
-        found = parallelism()
-        if found is None:
+    def of(cls, engine: str) -> SequenceSharing:
+        """Return the active sharing for ``engine``; raise ConfigError if Ulysses cannot serve it."""
+        active = parallelism()
+        if active is None:
             return cls()
         if not family_of(engine).owns_optimizer:
-            return cls(found.cp_size, "sdpa" if found.cp_size > 1 else None)
-        size, handler = found.sp_size, found.sp_handler
+            return cls(active.cp_size, "sdpa" if active.cp_size > 1 else None)
+        size, handler = active.sp_size, active.sp_handler
         if size == 1:
             return cls()
         if handler.sp_attn_implementation is None:
@@ -56,97 +56,97 @@ class SharedSequences:
             )
         return cls(size, handler.sp_attn_implementation)
 
-    def merged(self, asked: int) -> SharedSequences:
-        """With what ``enabled`` asks for. Raises ConfigError where both do, and differ."""
-        if self.size > 1 and asked not in (1, self.size):
+    def merge(self, requested: int) -> SequenceSharing:
+        """Apply the argument of ``enabled``; raise ConfigError if both are set and differ."""
+        if self.size > 1 and requested not in (1, self.size):
             raise ConfigError(
-                f"sequence_parallel={asked} was passed, but accelerate's ParallelismConfig has "
+                f"sequence_parallel={requested} was passed, but accelerate's ParallelismConfig has "
                 f"{self.size} ranks share sequences; leave sequence_parallel out"
             )
-        return self if asked == 1 else replace(self, size=asked, asked=True)
+        return self if requested == 1 else replace(self, size=requested, is_explicit=True)
 
-    def unless(self, obstacle: str) -> SharedSequences:
-        """What holds for a model with that ``obstacle``, in words, to sharing sequences; "" for none.
+    def without(self, obstacle: str) -> SequenceSharing:
+        """Return the sharing for a model with an ``obstacle`` to it, if any.
 
-        A script whose ranks share sequences may load other models, such as an encoder, which each rank calls
-        with sequences of its own. It is refused when it is prepared for training.
+        A script whose ranks share sequences may load other models, such as an encoder that each rank calls
+        with other sequences. Such a model is refused when it is prepared for training.
         """
-        return ALONE if obstacle and not self.asked else self
+        return NO_SHARING if obstacle and not self.is_explicit else self
 
     def check(self, model: nn.Module) -> None:
-        """Raise ConfigError for a model whose attention Ulysses is told otherwise of."""
-        known = library_of(model).attention(model)
-        if self.attention not in (None, known.implementation) and not known.obstacle:
+        """Raise ConfigError if the model has another attention implementation than accelerate."""
+        actual = library_of(model).attention(model)
+        if self.attention not in (None, actual.implementation) and not actual.obstacle:
             raise ConfigError(
                 f"ParallelismConfig has sp_attn_implementation={self.attention!r}, but "
-                f"{type(model).__name__} has attn_implementation={known.implementation!r}; use the "
+                f"{type(model).__name__} has attn_implementation={actual.implementation!r}; use the "
                 "same in both"
             )
 
 
-#: Every rank has sequences of its own.
-ALONE = SharedSequences()
+#: No rank shares a sequence.
+NO_SHARING = SequenceSharing()
 
 
 @dataclass(frozen=True)
 class EngineSetup:
-    """What models of a script are loaded for: an engine at a stage, its configuration, shared sequences."""
+    """Engine, stage, configuration and shared sequences for the models of a script."""
 
     engine: str
     zero_stage: int = 3
     config: EngineConfig = field(default_factory=dict)
-    #: The one that the engine wants parameters in; None for the call's own.
+    #: Dtype of the parameters; None for that of the call.
     dtype: torch.dtype | None = None
-    #: The one in which models compute their buffers; None for the call's own.
+    #: Dtype in which models compute their buffers; None for that of the call.
     building_dtype: torch.dtype | None = None
-    sequences: SharedSequences = ALONE
-    #: Why it is this engine, in a few words.
+    sequences: SequenceSharing = NO_SHARING
+    #: Reason for the engine, in a few words.
     reason: str = "set up by the script or its launcher"
 
     @classmethod
     def of(
         cls, engine: str, stage: int, config: EngineConfig, dtype: torch.dtype | None = None
     ) -> EngineSetup:
-        """With the dtypes that the engine's configuration asks for, or ``dtype`` in their place."""
+        """Return a setup with the dtypes of the engine's configuration, or with ``dtype``."""
         kind = check_choice(engine, stage).for_stage(stage, config, Mesh(1), None)
         building = kind.building_dtype
         return cls(engine, stage, config, dtype or kind.adopted_dtype, building and (dtype or building))
 
     @classmethod
-    def asked(cls, engine: str, stage: int, config: EngineConfig) -> EngineSetup:
-        """An engine that the script itself is not set up for: with a dtype where ``config`` names one."""
+    def requested(cls, engine: str, stage: int, config: EngineConfig) -> EngineSetup:
+        """Return a setup for an engine that only ``enabled`` names."""
         kind = check_choice(engine, stage).for_stage(stage, config, Mesh(1), None)
-        return cls(engine, stage, config, kind.parameter_dtype, reason="as asked for").at(stage)
+        return cls(engine, stage, config, kind.parameter_dtype, reason="as asked for").at_stage(stage)
 
-    def at(self, stage: int) -> EngineSetup:
-        """The same at another stage."""
-        # Whether models are built in another dtype depends on the stage, which dtype it is does not.
+    def at_stage(self, stage: int) -> EngineSetup:
+        """Return the setup at another stage."""
+        # The stage decides only if models are built in another dtype.
         builds = check_choice(self.engine, stage).for_stage(stage, self.config, Mesh(1), None).building_dtype
         return replace(self, zero_stage=stage, building_dtype=self.dtype if builds is not None else None)
 
     @property
     def family(self) -> type[Engine]:
-        """The engine's class, at any stage."""
+        """Class of the engine, at any stage."""
         return check_choice(self.engine, self.zero_stage)
 
     @property
-    def whole(self) -> bool:
-        """Whether every rank holds all parameters."""
+    def is_whole(self) -> bool:
+        """True if every rank holds all parameters."""
         return self.family.for_stage(self.zero_stage, self.config, Mesh(1), None).replicates_parameters
 
     @property
     def title(self) -> str:
-        """What is active, in words."""
+        """Engine and stage in words."""
         return titled(self.engine, self.zero_stage)
 
 
 def find_active(model: type) -> EngineSetup | None:
-    """What a model of the class ``model`` is to be loaded for, None where no sharding is set up.
+    """Return the active setup for models of the class ``model``; None without sharding.
 
-    Raises ConfigError for settings that a load cannot honour.
+    Raises ConfigError for settings that a load does not support.
     """
-    # In this order: DeepSpeed's configuration, an open zero.Init without one, FSDP2. A script that has set up
-    # DeepSpeed at stage 0 is not asked for FSDP2 as well.
+    # DeepSpeed's configuration comes first, then an open zero.Init without one, then FSDP2. DeepSpeed at
+    # stage 0 excludes FSDP2.
     opened = open_init_dtype()
     config = active_config()
     stage = config_stage(config)
@@ -157,13 +157,13 @@ def find_active(model: type) -> EngineSetup | None:
     plugin = None if config is not None else fsdp2_plugin()
     if plugin is None:
         return None
-    # accelerate trains fp32 copies wherever the precision is mixed.
+    # In mixed precision accelerate trains fp32 copies.
     dtype = None if plugin.mixed_precision == "no" else torch.float32
     return EngineSetup.of("fsdp2", 3, _with_tensors(_with_replicas(fsdp2_config(plugin, model))), dtype)
 
 
 def _with_tensors(config: EngineConfig) -> EngineConfig:
-    """An engine's configuration, with the ranks that accelerate has share tensors."""
+    """Add accelerate's tensor parallelism to an engine's configuration."""
     shared = parallelism()
     size, section = 1 if shared is None else shared.tp_size, config.get("tensor_parallel") or {}
     if size == 1:
@@ -177,15 +177,15 @@ def _with_tensors(config: EngineConfig) -> EngineConfig:
 
 
 def _with_replicas(config: EngineConfig) -> EngineConfig:
-    """FSDP2's configuration, with as many copies of the model as accelerate has."""
+    """Add accelerate's number of replicas to FSDP2's configuration."""
     shared = parallelism()
     replicas = 1 if shared is None else shared.dp_replicate_size
     return config if replicas == 1 else {**config, "replicate": replicas}
 
 
-def fsdp2_config(found: FSDP2Plugin, model: type) -> dict[str, object]:
-    """accelerate's FSDP2 settings as ``engine_config``. Raises ConfigError, by the setting."""
-    plugin = found.plugin
+def fsdp2_config(active: FSDP2Plugin, model: type) -> dict[str, object]:
+    """Convert accelerate's FSDP2 settings to ``engine_config``; raise ConfigError."""
+    plugin = active.plugin
     if plugin.ignored_modules is not None:
         raise ConfigError(
             "fsdp_ignored_modules is not available under zerostart.enabled(); remove it, or load without "
@@ -197,29 +197,29 @@ def fsdp2_config(found: FSDP2Plugin, model: type) -> dict[str, object]:
             "accelerate wraps layers before they are sharded; use gradient_checkpointing=True of "
             "TrainingArguments, or model.gradient_checkpointing_enable()"
         )
-    if found.units == "size":
+    if active.units == "size":
         raise ConfigError(
             "fsdp_auto_wrap_policy SIZE_BASED_WRAP is not available under zerostart.enabled(); use "
             "TRANSFORMER_BASED_WRAP, with fsdp_transformer_layer_cls_to_wrap where the model needs it"
         )
     config: dict[str, Any] = {"reshard_after_forward": plugin.reshard_after_forward}
-    if found.policy is not None:
-        config["mp_policy"] = found.policy
+    if active.policy is not None:
+        config["mp_policy"] = active.policy
     if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
-        # Without an accelerator there is nothing to pin memory for.
+        # Without an accelerator pinned memory is useless.
         pinned = plugin.cpu_offload.pin_memory and torch.accelerator.is_available()
         config["offload_policy"] = replace(plugin.cpu_offload, pin_memory=pinned)
-    if found.units == "none":
-        config["wrap"] = [model.__name__]  # The root alone.
-    elif found.wrapped:
-        config["wrap"] = found.wrapped
+    if active.units == "none":
+        config["wrap"] = [model.__name__]  # only the root
+    elif active.wrapped:
+        config["wrap"] = active.wrapped
     return config
 
 
 def check_sharing(model: nn.Module) -> None:
-    """Raise ConfigError where other ranks share sequences now than the loaded ``model`` was loaded for."""
+    """Raise ConfigError if ``model`` was loaded for another number of ranks per sequence."""
     engine = get_record(model).engine
-    loaded, now = engine.mesh.sequence_parallel, SharedSequences.of(engine.name).size
+    loaded, now = engine.mesh.sequence_parallel, SequenceSharing.of(engine.name).size
     if loaded == now:
         return
     key = "sp_size" if engine.owns_optimizer else "cp_size"
@@ -237,19 +237,20 @@ def check_sharing(model: nn.Module) -> None:
 
 
 def check_tensors(model: nn.Module, config: EngineConfig | None = None) -> None:
-    """Raise ConfigError where ranks that share tensors of the loaded ``model`` would see different batches.
+    """Raise ConfigError if tensor-parallel ranks of ``model`` would get different batches.
 
-    ``config`` is accelerate's of DeepSpeed. DeepSpeed itself compares the first forward's inputs alone.
+    ``config`` is accelerate's DeepSpeed configuration. DeepSpeed itself compares only the inputs of the first
+    forward.
     """
     loaded, shared = get_record(model).engine.mesh.tensor_parallel, parallelism()
     now = 1 if shared is None else shared.tp_size
     configured = ((config or {}).get("tensor_parallel") or {}).get("autotp_size", 0)
-    # DeepSpeed itself may have other ranks share tensors of a model that was loaded whole.
+    # DeepSpeed may slice a model that was loaded without tensor parallelism.
     if loaded == now or (config is not None and loaded in (1, configured)):
         return
-    there = f', or DeepSpeed\'s configuration "tensor_parallel": {{"autotp_size": {loaded}}}'
+    alternative = f', or DeepSpeed\'s configuration "tensor_parallel": {{"autotp_size": {loaded}}}'
     raise ConfigError(
         f"{type(model).__name__} was loaded with tensor_parallel={loaded}, whose ranks must get the same "
         f"batch, but accelerate has {now} ranks share tensors; make the Accelerator or TrainingArguments "
-        f"before the model, with ParallelismConfig(tp_size={loaded}){'' if config is None else there}"
+        f"before the model, with ParallelismConfig(tp_size={loaded}){'' if config is None else alternative}"
     )

@@ -1,7 +1,7 @@
-"""Later calls of every model that is loaded, by whichever entrance: ``save_pretrained`` and resizing.
+"""Serve ``save_pretrained``, adapters and resizing of every loaded model.
 
-Its libraries would write what a rank has: of a model that ZeRO-3 shards, tensors without elements, and say
-nothing. Imports nothing that is heavy: what saves or resizes is imported when something is.
+The libraries would save only a rank's shards, without an error: at ZeRO-3, tensors without elements. The
+modules that save and resize are imported on first use.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-def _by(name: str) -> Replacement:
-    """``integrations.saving``'s function of that name."""
+def _call_saving(name: str) -> Replacement:
+    """Return a call of the named function of ``integrations.saving``."""
 
     def call_it(original: Callable[[], object], **call: object) -> object:
         from zerostart.integrations import saving
@@ -31,20 +31,20 @@ def _by(name: str) -> Replacement:
 
 
 SAVE_PRETRAINED = {
-    "PreTrainedModel.save_pretrained": _by("save_pretrained"),
-    "ModelMixin.save_pretrained": _by("save_pretrained"),
-    "DiffusionPipeline.save_pretrained": _by("save_pipeline"),
-    "PeftModel.save_pretrained": _by("save_adapters"),
-    "PreTrainedModel.push_to_hub": _by("push_to_hub"),
-    "ModelMixin.push_to_hub": _by("push_to_hub"),
-    "DiffusionPipeline.push_to_hub": _by("push_to_hub"),
-    "PeftModel.push_to_hub": _by("push_to_hub"),
+    "PreTrainedModel.save_pretrained": _call_saving("save_pretrained"),
+    "ModelMixin.save_pretrained": _call_saving("save_pretrained"),
+    "DiffusionPipeline.save_pretrained": _call_saving("save_pipeline"),
+    "PeftModel.save_pretrained": _call_saving("save_adapters"),
+    "PreTrainedModel.push_to_hub": _call_saving("push_to_hub"),
+    "ModelMixin.push_to_hub": _call_saving("push_to_hub"),
+    "DiffusionPipeline.push_to_hub": _call_saving("push_to_hub"),
+    "PeftModel.push_to_hub": _call_saving("push_to_hub"),
 }
 _pretrained = SavingCalls(SAVE_PRETRAINED)
 
 
-def _adapters(name: str) -> Any:
-    """``integrations.peft``'s function of that name."""
+def _call_peft(name: str) -> Any:
+    """Return a call of the named function of ``integrations.peft``."""
 
     def call_it(*args: object, **kwargs: object) -> object:
         from zerostart.integrations import peft
@@ -54,36 +54,46 @@ def _adapters(name: str) -> Any:
     return call_it
 
 
-_added = AdapterCalls(*map(_adapters, ("injected", "surrounded", "merged", "disabled", "read")))
-_shapes = LoraShapes(_adapters("shown"))
+_CALLS = (
+    "inject_adapter",
+    "add_prompt_encoder",
+    "merge_adapter",
+    "unmerge_adapter",
+    "read_adapter_state",
+)
+_adapter_calls = AdapterCalls(*map(_call_peft, _CALLS))
+_lora_shapes = LoraShapes(_call_peft("show_whole_shapes"))
 
 
 def serve(model: nn.Module) -> None:
-    """All that is here, for a ``model`` of ``zerostart.load``; raises UpstreamError as ``serve_saving``."""
+    """Serve all later calls of a ``model`` of ``zerostart.load``.
+
+    Raises UpstreamError as ``serve_saving``.
+    """
     serve_saving(model)
     serve_resizing(model)
 
 
 def serve_saving(model: nn.Module) -> None:
-    """Have ``save_pretrained`` of a loaded ``model`` save its shards, as long as it lives.
+    """Let ``save_pretrained`` of a loaded ``model`` save its shards while it lives.
 
-    Raises UpstreamError for a version of a library whose call is not known.
+    Raises UpstreamError for an unknown version of a library's call.
     """
     _pretrained.hold(model)
     serve_adapters(model)
 
 
 def serve_adapters(model: nn.Module) -> None:
-    """Have PEFT and diffusers put adapters into a loaded ``model`` in shards, as long as it lives.
+    """Let PEFT and diffusers add adapters to a loaded ``model`` while it lives.
 
     Raises UpstreamError as ``serve_saving``.
     """
-    _added.hold(model)
-    _shapes.hold(model)
+    _adapter_calls.hold(model)
+    _lora_shapes.hold(model)
 
 
 def serve_resizing(model: nn.Module) -> None:
-    """Have ``resize_token_embeddings`` of a loaded ``model``, or of a model in it, resize its shards."""
+    """Let ``resize_token_embeddings`` of a loaded ``model``, or of its parts, resize the shards."""
     if get_record(model).engine.replicates_parameters:
         return
     for part in model.modules():

@@ -1,4 +1,4 @@
-"""A call with which a script loads a model, and that zerostart serves: what the libraries have in common."""
+"""Common part of the loading calls that zerostart serves for the model libraries."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 
 class InterceptedLoad:
-    """Builds a model, loads it, and agrees with the other ranks; see ``upstream.seam.LoadingSeam``.
+    """Build a model, load it, and agree with the other ranks; see ``upstream.seam.LoadingSeam``.
 
-    ``setup`` says what the model is loaded for, ``settings`` all else that a load is told, and ``on_loaded``
-    is called with each model that has its weights, and what it was loaded for in words.
+    ``setup`` is the engine setup, and ``settings`` are the other load settings. ``on_loaded`` is called with
+    each loaded model and a description of its setup.
     """
 
-    #: Arguments of the call that a sharded load cannot honour, and why.
+    #: Unsupported arguments of the call, and the reasons.
     refused: Mapping[str, str] = {}
     function = "from_pretrained"
 
@@ -55,11 +55,11 @@ class InterceptedLoad:
 
     @property
     def setup(self) -> str:
-        """What the model is loaded for, in words."""
+        """Description of the engine setup."""
         return self._setup.title
 
     def check(self) -> None:
-        """Raise ConfigError, by its name, for an argument that a sharded load cannot honour."""
+        """Raise ConfigError for an argument that a sharded load does not support."""
         for name, reason in self.refused.items():
             if self.arguments.get(name):
                 raise ConfigError(
@@ -68,26 +68,28 @@ class InterceptedLoad:
                 )
 
     def building(self, dtype: torch.dtype) -> tuple[torch.dtype, AbstractContextManager[None]]:
-        """Buffers are computed in the dtype of the model: that of ``zero.Init``, or the one asked for."""
+        """Return the default dtype during the build, and a context for it.
+
+        Buffers are computed in that dtype: that of ``zero.Init``, or the requested one.
+        """
         self._dtype = self._setup.building_dtype or dtype
         return self._dtype, self._logged()
 
     @contextlib.contextmanager
     def _logged(self) -> Iterator[None]:
-        # An open zero.Init is put aside: the model is built on the meta device, and shared out by the load.
-        # The log notes the operators of its constructor, by which tensors that the checkpoint lacks get their
-        # values.
+        # Suspend an open zero.Init: the model is built on the meta device, and the load shards it. The log
+        # records the constructor's operators, which initialise tensors that the checkpoint lacks.
         with engines.contexts_aside(), self._log:
             yield
 
     @contextlib.contextmanager
     def agreeing(self) -> Iterator[None]:
-        """Around the whole call: what fails on one rank is raised on all."""
+        """Raise an error of one rank on all ranks, for the whole call."""
         try:
             with current_world().phase(self.function):
                 yield
         except ZerostartError as agreed:
-            # Where all ranks failed alike, the caller gets the library's own error.
+            # If all ranks failed alike, raise the library's error.
             own = agreed.__cause__
             if isinstance(own, Exception) and str(agreed) == str(restore_error(pickle_error(own), None)):
                 raise own from own.__cause__
@@ -119,5 +121,5 @@ class InterceptedLoad:
             engine_reason=setup.reason,
             zero_stage=setup.zero_stage,
             engine_config=setup.config,
-            sequence_parallel=setup.sequences.unless(obstacle).size,
+            sequence_parallel=setup.sequences.without(obstacle).size,
         )

@@ -1,4 +1,4 @@
-"""Adapters that PEFT or diffusers puts into a model in shards: loaded, merged, read out."""
+"""Add, merge and read adapters of PEFT or diffusers in a sharded model."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from zerostart.live.model import find_loaded_models, find_shards, find_surroundi
 from zerostart.state.editing import master_of, put_elements
 from zerostart.upstream.peft.adapters import AdapterLayer
 
-#: The loaded model that a layer with adapters is in.
+#: For each layer with adapters: the loaded model around it.
 _parts: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
 
 
-def injected(original: Callable[[], object], model: nn.Module, of_values: bool) -> object:
-    """``inject_adapter`` of PEFT: what it adds is the same on every rank, and trained alike.
+def inject_adapter(original: Callable[[], object], model: nn.Module, of_values: bool) -> object:
+    """Replace PEFT's ``inject_adapter``; added parameters are the same on every rank.
 
-    Raises ConfigError for an adapter that begins with values of a weight in FSDP2's shards, as is known
-    before (``of_values``), or seen on the way.
+    Raises ConfigError if an adapter needs values of a weight that FSDP2 shards; ``of_values`` is True if this
+    is known before.
     """
-    # ZeRO-3 gathers a weight on demand, also for PEFT; FSDP2's are DTensors, of which PEFT takes no values.
+    # PEFT can read weights at ZeRO-3, which gathers them, but not FSDP2's DTensors.
     of_units = any(isinstance(module, FSDPModule) for module in model.modules())
     refusal = (
         f"this adapter is made of values of the weights of {type(model).__name__}, which FSDP2 has in "
@@ -38,15 +38,14 @@ def injected(original: Callable[[], object], model: nn.Module, of_values: bool) 
     )
     if of_values and of_units:
         raise ConfigError(refusal)
-    # A part of a loaded model may be given: the language model of one that sees, or a single layer.
+    # `model` may be a part of a loaded model, such as a language model or a layer.
     loaded = list(find_loaded_models(model)) or list(find_surrounding_loads(model))
-    # Parameters by their objects, before PEFT adds its own: their names change when it puts layers around
-    # others.
+    # Identify parameters by id: PEFT wraps layers, which changes names.
     parts = [(part, {id(p) for p in part.parameters()}) for part in loaded]
     try:
-        found = original()
+        result = original()
     except RuntimeError as error:
-        if of_units and "DTensor" in str(error):  # which torch does not mix with a rank's own tensors
+        if of_units and "DTensor" in str(error):  # torch cannot mix DTensors with plain tensors
             raise ConfigError(refusal) from error
         raise
     for part, before in parts:
@@ -57,53 +56,53 @@ def injected(original: Callable[[], object], model: nn.Module, of_values: bool) 
             _parts.update(
                 (module, weakref.ref(part)) for module in part.modules() if hasattr(module, "merge")
             )
-    return found
+    return result
 
 
 def _check_experts(part: nn.Module, before: set[int]) -> None:
-    """Raise ConfigError for adapters of experts that ranks share: each rank would train its own as all's."""
+    """Raise ConfigError for adapters of sharded experts: each rank would train its own."""
     cuts = get_record(part).parallelism.experts.cuts
     owners = {name.rpartition(".")[0] + "." for name in cuts}
     for name, parameter in part.named_parameters():
         if id(parameter) not in before and any(name.startswith(owner) for owner in owners):
             raise ConfigError(
-                f"{name} is an adapter of experts of {type(part).__name__}, which the ranks share "
+                f"{name} is an adapter of experts of {type(part).__name__}, which are sharded "
                 f"(expert_parallel={get_record(part).engine.mesh.expert_parallel}), but an adapter is "
                 "the same on every rank; use expert_parallel=1, or leave experts out of "
                 "target_parameters"
             )
 
 
-def surrounded(original: Callable[[], object], model: nn.Module) -> object:
-    """``_setup_prompt_encoder`` of PEFT: what stands around a loaded model, as what is put into one."""
+def add_prompt_encoder(original: Callable[[], object], model: nn.Module) -> object:
+    """Replace PEFT's ``_setup_prompt_encoder``: added parameters are the same on every rank."""
     parts, before = list(find_loaded_models(model)), {id(p) for p in model.parameters()}
-    found = original()
+    result = original()
     added = [p for p in model.parameters() if id(p) not in before]
     if parts and added:
         get_record(parts[0]).engine.synchronize_added(model, added)
-    return found
+    return result
 
 
-def merged(original: Callable[[], object], layer: AdapterLayer, what: str) -> object:
-    """``merge`` and ``unmerge`` of a layer: its parameters are whole for it, and each rank keeps its own.
+def merge_adapter(original: Callable[[], object], layer: AdapterLayer, action: str) -> object:
+    """Replace a layer's ``merge`` or ``unmerge``: run it on whole weights.
 
-    Collective where the layer is in shards.
+    Each rank keeps its shards of the result. Collective if the layer is sharded.
     """
     world = current_world()
     for unit in _home(layer).modules():
         if isinstance(unit, FSDPModule):
-            unit.reshard()  # what a forward has left gathered would be changed, and lost
+            unit.reshard()  # changes to weights that a forward left gathered would be lost
     shards = find_shards(layer, world)
     parameters = [layer.get_parameter(name) for name in shards]
     if not shards or any(e.is_gathered(p) for e in engine_families() for p in parameters):
-        return original()  # inside GatheredParameters, whose modifier's values are kept, or nobody's
-    return _merged_whole(original, layer, shards, what)
+        return original()  # GatheredParameters writes the changes back
+    return _run_whole(original, layer, shards, action)
 
 
-def disabled(layer: AdapterLayer) -> None:
-    """Take out what is merged before a layer is switched off: PEFT would in the next forward.
+def unmerge_adapter(layer: AdapterLayer) -> None:
+    """Unmerge before a layer is disabled: PEFT would do so in the next forward.
 
-    There the engine has weights on their way to it. Collective where the layer is in shards.
+    There the engine already gathers weights. Collective if the layer is sharded.
     """
     if layer.merged and (_home(layer) is not layer):
         layer.unmerge()
@@ -114,26 +113,25 @@ def _home(layer: nn.Module) -> nn.Module:
     return layer if part is None else part
 
 
-def _merged_whole(
-    original: Callable[[], object], layer: nn.Module, shards: Mapping[str, Shard], what: str
+def _run_whole(
+    original: Callable[[], object], layer: nn.Module, shards: Mapping[str, Shard], action: str
 ) -> object:
-    with current_world().phase(f"{what} of an adapter"):
-        # Three steps, each collective: whole weights in the place of shards; PEFT's own arithmetic, the same
-        # on every rank; of what came out each rank writes its elements, into the masters too.
-        kept = {name: layer.get_parameter(name) for name in shards}
+    with current_world().phase(f"{action} of an adapter"):
+        # Replace shards by whole weights, run PEFT's arithmetic on every rank, then write the rank's elements
+        # into shards and masters. Each step is collective.
+        originals = {name: layer.get_parameter(name) for name in shards}
         try:
             for name, shard in shards.items():
-                _put(layer, name, nn.Parameter(_whole(shard), requires_grad=False))
-            found = original()
+                _replace(layer, name, nn.Parameter(_whole(shard), requires_grad=False))
+            result = original()
             now = {name: layer.get_parameter(name).detach() for name in shards}
         finally:
-            # The engine's own parameters come back also after an error: its hooks and its optimizer know
-            # these objects.
-            for name, parameter in kept.items():
-                _put(layer, name, parameter)
+            # Always restore the engine's parameters: its hooks and optimizer refer to them.
+            for name, parameter in originals.items():
+                _replace(layer, name, parameter)
         for name, shard in shards.items():
-            _write(shard, kept[name], now[name])
-    return found
+            _write(shard, originals[name], now[name])
+    return result
 
 
 def _whole(shard: Shard) -> torch.Tensor:
@@ -142,30 +140,30 @@ def _whole(shard: Shard) -> torch.Tensor:
     return whole.to(shard.storage.device)
 
 
-def _put(layer: nn.Module, name: str, parameter: nn.Parameter) -> None:
+def _replace(layer: nn.Module, name: str, parameter: nn.Parameter) -> None:
     owner, _, leaf = name.rpartition(".")
     layer.get_submodule(owner)._parameters[leaf] = parameter
 
 
 def _write(shard: Shard, parameter: nn.Parameter, whole: torch.Tensor) -> None:
-    """Keep of ``whole``, which every rank has alike, this rank's elements."""
+    """Write this rank's elements of ``whole`` into the shard and its master."""
     flat = whole.reshape(-1)
     with torch.no_grad(), master_of(parameter) as master:
         for first, length, place in shard.layout.runs():
             put_elements(shard.storage, master, flat[first : first + length], place)
 
 
-def read(original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> object:
-    """``get_peft_model_state_dict``: of a model in shards, whole tensors, on every rank.
+def read_adapter_state(original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> object:
+    """Replace ``get_peft_model_state_dict``; return whole tensors on every rank.
 
-    Raises ConfigError where not every rank calls it, and where PEFT computes what it saves.
+    Raises ConfigError if a rank does not call it, or if PEFT computes tensors.
     """
-    given = dict(zip(("state_dict", "adapter_name"), args, strict=False)) | kwargs
+    arguments = dict(zip(("state_dict", "adapter_name"), args, strict=False)) | kwargs
     world = current_world()
-    if given.get("state_dict") is not None:
+    if arguments.get("state_dict") is not None:
         return original(model, *args, **kwargs)
     shards = find_shards(model, world)
-    # PEFT chooses and renames. It is given tensors without values, which are told apart by identity after.
+    # PEFT selects and renames tensors. It gets meta tensors, which are identified by id afterwards.
     twins: dict[str, torch.Tensor] = {}
     by_twin: dict[int, Shard] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -175,39 +173,37 @@ def read(original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: A
         else:
             twins[name] = torch.empty(shard.layout.shape, dtype=shard.storage.dtype, device="meta")
             by_twin[id(twins[name])] = shard
-    chosen = original(model, **{**given, "state_dict": twins})
-    wanted = {name: by_twin[id(twin)] for name, twin in chosen.items() if id(twin) in by_twin}
-    if not wanted:
+    chosen = original(model, **{**arguments, "state_dict": twins})
+    selected = {name: by_twin[id(twin)] for name, twin in chosen.items() if id(twin) in by_twin}
+    if not selected:
         return original(model, *args, **kwargs)
-    computed = next((name for name, t in chosen.items() if t.is_meta and name not in wanted), None)
+    computed = next((name for name, t in chosen.items() if t.is_meta and name not in selected), None)
     if computed is not None:
         raise ConfigError(
             f"PEFT computes {computed} of an adapter that is in shards here; pass it state_dict= with whole "
             "tensors under the names of model.state_dict() (zerostart.full_tensors has them)"
         )
-    # Only here is it known that shards are to be gathered; a rank that called this alone would wait in the
-    # first gathering for ever.
+    # A rank that calls this without the others would hang in the first gather.
     barrier(f"get_peft_model_state_dict of a {type(model).__name__} in shards")
     with world.phase("putting an adapter together"):
-        return {name: _whole(wanted[name]) if name in wanted else chosen[name] for name in chosen}
+        return {name: _whole(selected[name]) if name in selected else chosen[name] for name in chosen}
 
 
 @contextlib.contextmanager
-def shown(transformer: nn.Module, given: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Inside, ``transformer`` shows the shapes of its whole weights, without their values.
+def show_whole_shapes(transformer: nn.Module, lora: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Let ``transformer`` show the shapes of its whole weights inside the block.
 
-    Raises ConfigError where what is ``given`` would change these weights, and not stand beside them.
+    The weights have no values there. Raises ConfigError if ``lora`` would change them.
     """
     shards = find_shards(transformer, current_world())
     if not shards:
         yield
         return
-    _check_beside(transformer, shards, given)
+    _check_lora(transformer, shards, lora)
     hidden = {name: transformer.get_parameter(name) for name in shards}
     empty = {name: p.data for name, p in hidden.items() if p.numel() == 0}
     for name, data in empty.items():
-        # One element with strides of 0: the whole shape, and no memory for it. ZeRO-3's parameters are empty
-        # between uses.
+        # ZeRO-3's parameters are empty between uses: show one element with strides of 0.
         hidden[name].data = data.new_zeros(1).expand(shards[name].layout.shape)
     try:
         yield
@@ -216,8 +212,8 @@ def shown(transformer: nn.Module, given: Mapping[str, torch.Tensor]) -> Iterator
             hidden[name].data = data
 
 
-def _check_beside(model: nn.Module, shards: Mapping[str, Shard], given: Mapping[str, torch.Tensor]) -> None:
-    for name, tensor in given.items():
+def _check_lora(model: nn.Module, shards: Mapping[str, Shard], lora: Mapping[str, torch.Tensor]) -> None:
+    for name, tensor in lora.items():
         own = name.partition(".")[2]
         stem = own.removesuffix(".lora_A.weight")
         if "lora" not in own:
@@ -225,15 +221,14 @@ def _check_beside(model: nn.Module, shards: Mapping[str, Shard], given: Mapping[
         if stem == own:
             continue
         shard = shards.get(f"{stem}.weight") or shards.get(f"{stem}.base_layer.weight")
-        # diffusers widens a layer for a LoRA with more inputs (of control pictures), and so makes its weight
-        # anew.
+        # For a LoRA with more inputs, such as control images, diffusers replaces the weight by a wider one.
         if shard is not None and tensor.shape[1] > shard.layout.shape[1]:
             more = f"has {tensor.shape[1]} inputs for {stem}, which has {shard.layout.shape[1]}"
             raise ConfigError(_refusal(model, more))
 
 
-def _refusal(model: nn.Module, what: str) -> str:
+def _refusal(model: nn.Module, change: str) -> str:
     return (
-        f"this LoRA {what}: it changes weights of {type(model).__name__}, which are in shards, and is not "
-        "loaded; load the pipeline whole (placement='replicate'), or a LoRA that stands beside the weights"
+        f"this LoRA {change}: it changes weights of {type(model).__name__}, which are in shards, and is not "
+        "loaded; load the pipeline whole (placement='replicate'), or a LoRA that adds layers only"
     )

@@ -1,4 +1,4 @@
-"""``save_pretrained`` of a sharded model, of transformers, diffusers or PEFT; accelerate's ``save_model``."""
+"""Save sharded models with ``save_pretrained`` and accelerate's ``save_model``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from zerostart.upstream.diffusers.weights import name_classes
 from zerostart.upstream.types import Pipeline
 
 Original = Callable[[], object]
-#: Arguments that a sharded save cannot honour: what they are unless they are given, and the way out.
+#: Unsupported arguments of a sharded save: default value and remedy.
 _REFUSED: Mapping[str, tuple[object, str]] = {
     "push_to_hub": (False, "save it first, and upload the directory (huggingface_hub.upload_folder)"),
     "variant": (None, "save it without, into a directory of its own"),
@@ -34,31 +34,33 @@ _REFUSED: Mapping[str, tuple[object, str]] = {
     "save_embedding_layers": ("auto", "leave it out"),
     "use_flashpack": (False, "leave it out: what is saved is safetensors"),
 }
-#: Models whose weights are in the directory already, while a Trainer writes what belongs beside them.
+#: Models with saved weights, and their directories, while a Trainer writes the other files.
 _saved: list[tuple[nn.Module, Path]] = []
 
 
-def in_shards(model: nn.Module) -> bool:
-    """Whether a rank has a part of ``model`` alone."""
+def is_sharded(model: nn.Module) -> bool:
+    """True if a rank holds only a part of ``model``."""
     record = find_record(unwrap_model(model))
     if record is not None and record.parallelism.mesh.parallel:
         return True
     config = getattr(model, "config", None)
     if record is None and (getattr(config, "distributed_config", None) or getattr(model, "_tp_size", None)):
-        return False  # transformers has sharded it, and gathers it
+        return False  # transformers has sharded the model, and gathers it
     return bool(find_shards(model, current_world()))
 
 
 def save_pretrained(original: Original, **call: Any) -> object:
-    """``save_pretrained`` of transformers and diffusers; raises ConfigError for what cannot be honoured."""
+    """Replace ``save_pretrained`` of transformers and diffusers.
+
+    Raises ConfigError for unsupported arguments.
+    """
     model, directory = call["self"], call["save_directory"]
-    # A Trainer calls this for what lies beside the weights, which all ranks have written already.
+    # All ranks have written the weights; the Trainer calls this for the other files.
     if _is_saved(model, directory):
         return None
-    if call.get("distributed_checkpoint") or not in_shards(model):
+    if call.get("distributed_checkpoint") or not is_sharded(model):
         return original()
-    # The script has gathered the model itself, so this call is rank 0's alone; the others, if they call it
-    # too, are told.
+    # The script has gathered the state dict, so only rank 0 saves it; announce this.
     if call.get("state_dict") is not None:
         announce_local_save(directory)
         return original()
@@ -69,16 +71,16 @@ def save_pretrained(original: Original, **call: Any) -> object:
 
 
 def save_pipeline(original: Original, *, self: Pipeline, **_: object) -> object:
-    """``DiffusionPipeline.save_pretrained``, which saves the models one by one."""
+    """Replace ``DiffusionPipeline.save_pretrained``, which saves each model."""
     name_classes(self)
     return original()
 
 
 def push_to_hub(original: Original, *, self: object, **_: object) -> object:
-    """``push_to_hub`` of a model or a pipeline; raises ConfigError for one in shards."""
+    """Replace ``push_to_hub``; raise ConfigError for a sharded model."""
     parts: Mapping[str, object] = getattr(self, "components", {"": self})
     for name, part in parts.items():
-        if isinstance(part, nn.Module) and in_shards(part):
+        if isinstance(part, nn.Module) and is_sharded(part):
             raise ConfigError(
                 f"push_to_hub of {name or type(part).__name__}, which is sharded, would upload each "
                 "rank's part; call save_pretrained(directory) on every rank, and upload the directory "
@@ -88,10 +90,10 @@ def push_to_hub(original: Original, *, self: object, **_: object) -> object:
 
 
 def save_adapters(original: Original, **call: Any) -> object:
-    """``PeftModel.save_pretrained``; raises ConfigError for what cannot be honoured."""
+    """Replace ``PeftModel.save_pretrained``; raise ConfigError for unsupported arguments."""
     model, directory = call["self"], call["save_directory"]
     saved = _is_saved(model, directory)
-    if not saved and not in_shards(model):
+    if not saved and not is_sharded(model):
         return original()
     if not saved and call.get("state_dict") is not None:
         announce_local_save(directory)
@@ -122,9 +124,9 @@ def accelerator_save_model(
     safe_serialization: bool,
     **_: object,
 ) -> object:
-    """``Accelerator.save_model``, which every rank calls."""
-    # With adapters, and for pickles, accelerate's own way is kept.
-    ours = next(find_loaded_models(model), None) is not None or in_shards(model)
+    """Replace ``Accelerator.save_model``, which every rank calls."""
+    # Leave adapters and pickles to accelerate.
+    ours = next(find_loaded_models(model), None) is not None or is_sharded(model)
     if not ours or not safe_serialization or has_adapters(model):
         return original()
     save_own_names(model, save_directory, max_shard_size)
@@ -134,14 +136,12 @@ def accelerator_save_model(
 def save_weights(
     model: nn.Module, directory: str | os.PathLike[str], max_shard_size: int | str = "50GB"
 ) -> None:
-    """Save a model as ``save_pretrained`` has it: of one with adapters these alone; collective.
+    """Save a model like ``save_pretrained``, or only its adapters, if it has some; collective.
 
-    Raises ConfigError for what cannot be saved so.
-
-    A tokenizer is left to the script, which may have another one than lies beside the source.
+    Raises ConfigError for models that cannot be saved so. The script saves its own tokenizer.
     """
     adapted = adapted_model(model)
-    # PEFT's own wrapper saves each adapter into a folder; transformers' and diffusers' mixins save one file.
+    # PEFT's wrapper saves each adapter into a folder; the mixins of transformers and diffusers save one file.
     if adapted is not None and adapted.model is unwrap_model(model):
         names = adapted.adapter_names()
         if names != ["default"]:
@@ -155,7 +155,7 @@ def save_weights(
 
 @contextlib.contextmanager
 def already_saved(model: nn.Module, directory: str | os.PathLike[str]) -> Iterator[None]:
-    """Inside, ``save_pretrained`` of ``model`` into ``directory`` leaves the weights as they are there."""
+    """Let ``save_pretrained`` of ``model`` into ``directory`` skip the weights inside the block."""
     entry = (model, Path(directory))
     _saved.append(entry)
     try:
@@ -172,6 +172,6 @@ def _refuse(call: Mapping[str, Any]) -> None:
     for name, (usual, remedy) in _REFUSED.items():
         value = call.get(name, usual)
         if name == "save_peft_format" and not has_adapters(call["self"]):
-            continue  # diffusers' pipelines have it so
+            continue  # the default of diffusers' pipelines
         if value != usual:
             raise ConfigError(f"{name}={value!r} of save_pretrained is not available here: {remedy}")

@@ -14,7 +14,7 @@ from typing import Any
 from zerostart.distributed.world import World, current_world
 from zerostart.errors import UnsupportedVersionError
 from zerostart.integrations import adoption as adoption
-from zerostart.integrations.saving import in_shards
+from zerostart.integrations.saving import is_sharded
 from zerostart.refit.pushes import RefitSettings
 from zerostart.refit.refitter import Refitter
 from zerostart.refit.vllm import BACKEND
@@ -46,7 +46,7 @@ def init_communicator(original: Original, client: Any) -> None:
 
 def _begin(generation: Any, world: World) -> Refitter | None:
     """Start a refit; return None if TRL must gather, and print why for a sharded model."""
-    sharded = in_shards(generation.model)
+    sharded = is_sharded(generation.model)
     if generation.mode == "colocate":
         if not sharded:
             return None

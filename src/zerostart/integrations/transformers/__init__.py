@@ -1,1 +1,1 @@
-"""Scripts of transformers: ``from_pretrained``, ``from_config``, the Trainer."""
+"""Serve ``from_pretrained``, ``from_config`` and the Trainer of transformers."""

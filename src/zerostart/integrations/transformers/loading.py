@@ -1,6 +1,6 @@
-"""One call of transformers' ``from_pretrained``, or of ``from_config``, whose model starts in shards.
+"""Load a model for transformers' ``from_pretrained``, or initialise one for ``from_config``.
 
-Parallel axes that the call asks for, in transformers' words, become those of a load.
+Parallel axes among transformers' arguments become axes of the load.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _PARALLEL_ARGUMENTS = ("distributed_config", "tp_plan", "tp_size", "device_mesh"
 
 
 class _TransformersCall(InterceptedLoad):
-    """A call that may ask for axes of its own, in transformers' words."""
+    """Call of transformers that may request parallel axes."""
 
     def __init__(
         self,
@@ -48,20 +48,20 @@ class _TransformersCall(InterceptedLoad):
         on_loaded: Callable[[nn.Module, str], None],
     ) -> None:
         super().__init__(settings, setup, arguments, on_loaded)
-        # Taken out of the arguments: transformers would cut the model a second time.
+        # transformers must not see them: it would slice the model again.
         self._parallel = take_parallel_arguments(self.arguments, current_world().size)
         self._settings = self._parallel.over(settings)
         if _names_the_host(self.arguments.get("device_map")):
             del self.arguments["device_map"]
 
     def _plan(self, model: PreTrainedModel) -> None:
-        """Put the rules of the call into ``model``, on meta. Raises ConfigError for one that fits nothing."""
+        """Apply the call's plans to ``model``, on meta; raise ConfigError for a rule without a match."""
         self._setup.sequences.check(model)
         override_plans(model, self._parallel.expert_plan, self._parallel.tensor_plan)
 
     def _finish(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
-        """Leave on the loaded ``model`` what transformers' own loading would."""
-        # The configuration names the dtype that was asked for, whatever the engine trains in.
+        """Set the attributes that transformers' own loading would set."""
+        # The configuration keeps the requested dtype, even if the engine trains in another.
         model.config.dtype = dtype
         if get_record(model).engine.mesh.expert_parallel > 1:
             show_experts(model)
@@ -69,7 +69,7 @@ class _TransformersCall(InterceptedLoad):
 
 
 class TransformersLoad(_TransformersCall):
-    """``from_pretrained``; see ``upstream.transformers.loading.TransformersSeam``."""
+    """Serve ``from_pretrained``; see ``upstream.transformers.loading.TransformersSeam``."""
 
     refused: Mapping[str, str] = {
         "device_map": _DEVICE_MAP,
@@ -80,7 +80,7 @@ class TransformersLoad(_TransformersCall):
     }
 
     def check(self) -> None:
-        """As ``InterceptedLoad.check``, and for weights that are to be quantised."""
+        """Check the arguments; refuse quantisation during the load."""
         super().check()
         quantization = self.arguments.get("quantization_config")
         if quantization is not None and not _dequantises(quantization):
@@ -97,9 +97,9 @@ class TransformersLoad(_TransformersCall):
         state_dict: Mapping[str, torch.Tensor] | None,
         config: Any,
     ) -> Findings:
-        """Load, collectively, by transformers' rules for what is missing, unexpected or mismatched.
+        """Load by transformers' rules for missing, unexpected and mismatched tensors; collective.
 
-        Raises ConfigError for a device or a quantisation that cannot be, and what ``zerostart.load`` raises.
+        Raises ConfigError for a device or unsupported quantisation, and the errors of ``zerostart.load``.
         """
         if config.device_map is not None:
             raise ConfigError(
@@ -120,9 +120,9 @@ class TransformersLoad(_TransformersCall):
         return findings
 
     def dequantising(self, config: object) -> None:
-        """Have a quantised checkpoint of that configuration dequantised, though nobody has asked for it.
+        """Let a quantised checkpoint with this configuration be dequantised.
 
-        Raises BuildError for a method that transformers cannot dequantise while it loads.
+        Raises BuildError for a method that transformers cannot dequantise during a load.
         """
         dequantise(config)
 
@@ -137,16 +137,16 @@ class TransformersLoad(_TransformersCall):
 
 
 class FromConfigLoad(_TransformersCall):
-    """``from_config``: builds on meta, and has each rank initialise its shards."""
+    """Serve ``from_config``: build on meta, and let each rank initialise its shards."""
 
     function = "from_config"
 
     def start(self, make: Callable[[], PreTrainedModel]) -> PreTrainedModel:
-        """The model that ``make`` builds, with the unsharded model's bits; collective.
+        """Return the model of ``make`` with the unsharded model's initial values; collective.
 
-        Raises what ``zerostart.load`` raises.
+        Raises the errors of ``zerostart.load``.
         """
-        # A ``zero.Init`` of the script's would partition the model while it is built.
+        # A `zero.Init` of the script would partition the model during the build.
         with engines.contexts_aside():
             built = build_fresh(make, None, self._setup.dtype)
         model: PreTrainedModel = built.model
@@ -173,7 +173,7 @@ def _dequantises(quantization: object) -> bool:
 
 @dataclass(frozen=True)
 class ParallelArguments:
-    """Ranks that share experts and tensors, and rules of the call over the model's own plans."""
+    """Sizes of expert and tensor parallelism, and plans that replace the model's."""
 
     expert_parallel: int = 1
     tensor_parallel: int = 1
@@ -181,7 +181,7 @@ class ParallelArguments:
     tensor_plan: Mapping[str, str] | None = None
 
     def over(self, settings: Request) -> Request:
-        """``settings`` with what is asked for here; raises ConfigError where they say otherwise."""
+        """Add the sizes to ``settings``; raise ConfigError if they differ."""
         sizes: dict[str, Any] = {}
         for name in ("expert_parallel", "tensor_parallel"):
             asked, set_ = getattr(self, name), getattr(settings, name)
@@ -195,24 +195,24 @@ class ParallelArguments:
 
 
 def take_parallel_arguments(arguments: dict[str, Any], world_size: int) -> ParallelArguments:
-    """What ``arguments`` of ``from_pretrained`` ask for, taken out of them.
+    """Remove the parallel arguments of ``from_pretrained`` from ``arguments`` and return them.
 
-    Raises ConfigError for an axis that no load has, and sizes that do not fit ``world_size``.
+    Raises ConfigError for unsupported axes, and for sizes that do not fit ``world_size``.
     """
-    given = {name: value for name in _PARALLEL_ARGUMENTS if (value := arguments.get(name)) is not None}
-    config, alone = given.get("distributed_config"), given.keys() & {"tp_plan", "tp_size"}
-    if config is not None and alone:
-        return ParallelArguments()  # Which transformers itself refuses, in its own words.
+    values = {name: value for name in _PARALLEL_ARGUMENTS if (value := arguments.get(name)) is not None}
+    config, older = values.get("distributed_config"), values.keys() & {"tp_plan", "tp_size"}
+    if config is not None and older:
+        return ParallelArguments()  # transformers refuses this combination itself
     for name in _PARALLEL_ARGUMENTS:
         arguments.pop(name, None)
-    mesh = given.get("device_mesh")
+    mesh = values.get("device_mesh")
     if mesh is not None and (mesh.ndim, mesh.size()) != (1, world_size):
         raise ConfigError(
             f"device_mesh has the shape {tuple(mesh.shape)}, but only one of one dimension with all "
             f"{world_size} ranks is available; leave it out, and pass ep_size= or tp_size="
         )
-    if alone:  # tensor parallel in transformers' older words: as a configuration that says the same
-        config = {"tp_plan": given.get("tp_plan"), "tp_size": given.get("tp_size") or world_size}
+    if older:  # older arguments for tensor parallelism: convert them to a configuration
+        config = {"tp_plan": values.get("tp_plan"), "tp_size": values.get("tp_size") or world_size}
     if config is None:
         return ParallelArguments()
     axes = axes_asked(config)
@@ -222,7 +222,7 @@ def take_parallel_arguments(arguments: dict[str, Any], world_size: int) -> Paral
 
 
 def _refuse(axes: AxesAsked, world_size: int) -> None:
-    """Raise ConfigError for what no load has."""
+    """Raise ConfigError for unsupported axes."""
     if axes.stages > 1:
         raise ConfigError(
             f"distributed_config has pp_size={axes.stages}, but pipeline parallelism is not "
@@ -238,7 +238,7 @@ def _refuse(axes: AxesAsked, world_size: int) -> None:
             f"distributed_config has dp_replicate_size={axes.replicas}; leave it out, and ask for replicas "
             "with zerostart.enabled(engine='fsdp2', engine_config={'replicate': ...})"
         )
-    # Ranks that share tensors see one batch: so many batches there are.
+    # Tensor-parallel ranks get the same batch.
     shared = world_size // max(axes.tensors, 1)
     if axes.data not in (1, shared):
         raise ConfigError(

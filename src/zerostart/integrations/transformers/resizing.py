@@ -1,4 +1,4 @@
-"""``resize_token_embeddings`` of a model that FSDP2 has sharded already, or that ZeRO-3 partitions."""
+"""Resize the token embeddings of a model in shards."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zerostart.upstream.transformers.loading import knowing_partitions
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-#: What a model, its configuration and its layers say of their size.
+#: Size attributes of a model, its configuration and its layers.
 _SIZES = ("vocab_size", "num_embeddings", "in_features", "out_features")
 
 
@@ -31,8 +31,8 @@ def resize_token_embeddings(
     """Resize the embeddings of ``model``, which is ``root`` or a part of it, in shards; collective.
 
     Takes the other arguments of transformers' method. Rank 0 draws the rows of new tokens. Raises EngineError
-    once the model has run or has its optimizer, if tensor parallelism has sliced the embeddings, and if
-    another part of ``root`` has the same weight.
+    after the first forward, after the optimizer is created, if tensor parallelism has sliced the embeddings,
+    and if another part of ``root`` has the same weight.
     """
     arguments = (new_num_tokens, pad_to_multiple_of, mean_resizing)
     have = full_shape(model.get_input_embeddings().weight)[0]
@@ -45,13 +45,13 @@ def resize_token_embeddings(
 
 
 def _resize_partitions(model: PreTrainedModel, arguments: tuple[object, ...]) -> object:
-    """By transformers, which gathers the rows that it copies if it is told of partitions.
+    """Resize ZeRO-3's parameters with transformers, which gathers the rows that it copies.
 
-    What it leaves is whole on every rank until the engine starts.
+    The new weights are whole on every rank until the engine starts.
     """
     with current_world().phase("resizing the embeddings"), knowing_partitions():
         type(model).resize_token_embeddings(model, *arguments)
-    # New rows are drawn at random by each rank: rank 0's hold.
+    # Each rank has drawn new rows: use those of rank 0.
     for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
         for parameter in () if layer is None else layer.parameters():
             if dist.is_initialized():
@@ -60,17 +60,16 @@ def _resize_partitions(model: PreTrainedModel, arguments: tuple[object, ...]) ->
 
 
 def _resize_units(root: PreTrainedModel, model: PreTrainedModel, arguments: tuple[object, ...]) -> object:
-    """Of FSDP2's units, by transformers, which copies rows from the old weight to the new one.
+    """Resize FSDP2's parameters with transformers; the embeddings are whole meanwhile.
 
-    So the embeddings, and the head, are whole on every rank while it does; then they are shards again.
-    Whatever fails does so on every rank, and leaves the old rows.
+    If it fails, it fails on every rank, and the old rows stay.
     """
     original, embeddings = type(model).resize_token_embeddings, model.get_input_embeddings()
     head = model.get_output_embeddings()
     layers = [layer for layer in (embeddings, head) if layer is not None]
-    # transformers writes the new size into all of these; where it fails they get their old one back.
-    told = [model, model.config.get_text_config(), *layers]
-    sizes = [(one, name, getattr(one, name)) for one in told for name in _SIZES if hasattr(one, name)]
+    # transformers writes the new size into all of these: restore it after an error.
+    owners = [model, model.config.get_text_config(), *layers]
+    sizes = [(one, name, getattr(one, name)) for one in owners for name in _SIZES if hasattr(one, name)]
     with get_record(root).engine.whole_for_a_while(root, layers):
         try:
             with current_world().phase("resizing the embeddings"):
@@ -83,37 +82,37 @@ def _resize_units(root: PreTrainedModel, model: PreTrainedModel, arguments: tupl
                 setattr(one, name, size)
             raise
         finally:
-            # The layers themselves stay: the engine's hooks are on them.
+            # Keep the layers: the engine's hooks are on them.
             model.set_input_embeddings(embeddings)
             if head is not None:
                 model.set_output_embeddings(head)
     return embeddings
 
 
-def _check(root: PreTrainedModel, model: PreTrainedModel, have: int, wanted: int | None) -> None:
-    what = f"the embeddings of {type(model).__name__} cannot be resized from {have} to {wanted}"
+def _check(root: PreTrainedModel, model: PreTrainedModel, size: int, new_size: int | None) -> None:
+    message = f"the embeddings of {type(model).__name__} cannot be resized from {size} to {new_size}"
     weight = model.get_input_embeddings().weight
     for engine in engine_families():
-        engine.check_replaceable(root, weight, what)
+        engine.check_replaceable(root, weight, message)
     layers = (model.get_input_embeddings(), model.get_output_embeddings())
     tied = [n for n, m in root.named_modules() if m not in layers and weight in set(m._parameters.values())]
     if tied:
         raise EngineError(
-            f"{what}, because {tied[0]} of {type(root).__name__} has the same weight: resize those of "
+            f"{message}, because {tied[0]} of {type(root).__name__} has the same weight: resize those of "
             f"{type(root).__name__}"
         )
     record = get_record(root)
-    whole = record.engine.uses_fully_shard and not isinstance(weight, DTensor)
-    if whole or record.parallelism.mesh.tensor_parallel > 1:
+    is_sliced = record.engine.uses_fully_shard and not isinstance(weight, DTensor)
+    if is_sliced or record.parallelism.mesh.tensor_parallel > 1:
         raise EngineError(
-            f"{what}, because tensor parallelism has sliced them; use tensor_parallel=1, or resize "
+            f"{message}, because tensor parallelism has sliced them; use tensor_parallel=1, or resize "
             "them in the checkpoint first (load it outside zerostart.enabled(), resize, "
             "save_pretrained)"
         )
 
 
 def _take_over(layer: nn.Module, new: nn.Module) -> None:
-    """Give ``layer`` the parameters and sizes of ``new``."""
+    """Move the parameters and sizes of ``new`` to ``layer``."""
     layer._parameters.update(new._parameters)
     for name in _SIZES:
         if hasattr(new, name):

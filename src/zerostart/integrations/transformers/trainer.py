@@ -1,7 +1,7 @@
-"""The HF Trainer's ``save_model``, and what it resumes from, on DeepSpeed and FSDP2.
+"""Save and resume sharded models with the HF Trainer, on DeepSpeed and FSDP2.
 
-Its checkpoints have an ordinary model, as ``save_pretrained`` leaves it, the Trainer's own files, and a
-directory of ``save_state`` where DeepSpeed's or accelerate's would be.
+A checkpoint has an ordinary model, as of ``save_pretrained``, the Trainer's own files, and a directory of
+``save_state`` instead of DeepSpeed's or accelerate's files.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from zerostart.checkpoint.formats.saved_state import state_in
 from zerostart.checkpoint.strict_json import read_json
 from zerostart.distributed.world import current_world
 from zerostart.errors import CheckpointError, ReadError
-from zerostart.integrations.saving import already_saved, in_shards, save_weights
+from zerostart.integrations.saving import already_saved, is_sharded, save_weights
 from zerostart.live.model import find_loaded_models
 from zerostart.state.resuming.load_state import restore_state
 from zerostart.state.saving.adapters import adapted_model, has_adapters
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
 Original = Callable[[], object]
-#: The Trainer's file of its schedule.
+#: The Trainer's schedule file.
 _SCHEDULE = "scheduler.pt"
-#: The directories of its checkpoints, and the file that it writes last there.
+#: Its checkpoint directories, and the last file that it writes there.
 _CHECKPOINT, _STATE = re.compile(r"checkpoint-(\d+)"), "trainer_state.json"
 logger = logging.getLogger("zerostart")
 
@@ -42,14 +42,14 @@ logger = logging.getLogger("zerostart")
 def save_model(
     original: Original, *, self: Trainer, output_dir: str | None, _internal_call: bool, **_: object
 ) -> object:
-    """``Trainer.save_model``, which every rank calls."""
+    """Replace ``Trainer.save_model``, which every rank calls."""
     trainer = self
     directory = output_dir if output_dir is not None else trainer.args.output_dir
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
     if not _saves_shards(trainer, model):
         return original()
     save_weights(model, directory)
-    # What belongs beside the weights is written as ever: by the Trainer, or by a class of one's own.
+    # The Trainer, or a subclass, writes the other files.
     with (
         current_world().phase("saving beside the model"),
         already_saved(model, directory),
@@ -67,7 +67,7 @@ def _saves_shards(trainer: Trainer, model: nn.Module) -> bool:
         return False
     if has_adapters(model) and adapted_model(model) is None:
         return False  # a wrapper: its parameters are not only the adapters of the model inside
-    return next(find_loaded_models(model), None) is not None or in_shards(model)
+    return next(find_loaded_models(model), None) is not None or is_sharded(model)
 
 
 def _is_fsdp2(trainer: Trainer) -> bool:
@@ -78,7 +78,7 @@ def _is_fsdp2(trainer: Trainer) -> bool:
 def load_deepspeed(
     original: Original, *, deepspeed_engine: DeepSpeedEngine, checkpoint_path: str, **_: object
 ) -> object:
-    """``deepspeed_load_checkpoint``, which knows DeepSpeed's checkpoints by their names."""
+    """Replace ``deepspeed_load_checkpoint``, which looks for DeepSpeed's file names."""
     if state_in(checkpoint_path) is None:
         return original()
     deepspeed_engine.load_checkpoint(checkpoint_path)
@@ -86,13 +86,13 @@ def load_deepspeed(
 
 
 def last_checkpoint(original: Original, *, folder: str, **_: object) -> str | None:
-    """``get_last_checkpoint``, as the Trainer calls it: of those that are complete; None without any.
+    """Replace ``get_last_checkpoint``: return the newest complete checkpoint; None without any.
 
-    The Trainer writes its own state into a checkpoint when all else is there.
+    The Trainer writes its state last.
     """
     entries = Path(folder).iterdir()
     numbered = {int(m[1]): path for path in entries if (m := _CHECKPOINT.fullmatch(path.name))}
-    # From the newest back: trainer_state.json is written last, so that one without it was cut short.
+    # Newest first. trainer_state.json is written last: a checkpoint without it is incomplete.
     for number in sorted(numbered, reverse=True):
         try:
             read_json(numbered[number] / _STATE, "Trainer's state")
@@ -106,7 +106,7 @@ def last_checkpoint(original: Original, *, folder: str, **_: object) -> str | No
 def load_from_checkpoint(
     original: Original, *, self: Trainer, resume_from_checkpoint: str, model: nn.Module | None, **_: object
 ) -> object:
-    """``Trainer._load_from_checkpoint``: on FSDP2 the model, with its optimizer."""
+    """Replace ``Trainer._load_from_checkpoint``: on FSDP2, load model and optimizer."""
     path = state_in(resume_from_checkpoint) if _is_fsdp2(self) else None
     if path is None:
         return original()
@@ -117,7 +117,7 @@ def load_from_checkpoint(
 def load_optimizer_and_scheduler(
     original: Original, *, self: Trainer, checkpoint: str | None, **_: object
 ) -> object:
-    """``Trainer._load_optimizer_and_scheduler``: after the above the schedule is left."""
+    """Replace ``Trainer._load_optimizer_and_scheduler``: on FSDP2, load only the schedule."""
     if checkpoint is None or not _is_fsdp2(self) or state_in(checkpoint) is None:
         return original()
     schedule = Path(os.fspath(checkpoint)) / _SCHEDULE
