@@ -1,4 +1,4 @@
-"""An engine that is told when its workers are to connect and to follow, and that fails by itself."""
+"""Drive an engine whose own calls fail."""
 
 import threading
 
@@ -12,7 +12,7 @@ from zerostart.errors import PeerError
 
 
 class Engine:
-    """A ``serving.Driver`` of one worker in this process; ``failing`` is where its own call fails next."""
+    """A ``serving.Driver`` of one worker in this process; ``failing`` selects the next failing call."""
 
     workers = 1
 
@@ -39,14 +39,13 @@ class Engine:
             self._connection.close()
 
 
-def test_what_an_engine_fails_with_is_told_and_the_next_push_succeeds() -> None:
+def test_errors_of_an_engine_are_raised_and_the_next_push_succeeds() -> None:
     weights = {"weight": torch.ones(2, 3), "bias": torch.zeros(2)}
     model = zerostart.load(weights, lambda: nn.Linear(3, 2), engine="fsdp2", progress=False)
     engine = Engine()
     with zerostart.refit(model, engine, timeout=20) as refitter:
-        engine.failing = (
-            "before"  # its worker is told of the push, and that it is given up, and looks at neither
-        )
+        # The worker looks at neither the push nor its cancellation.
+        engine.failing = "before"
         with pytest.raises(PeerError, match="the engine is asleep"):
             refitter.push()
         refitter.push()

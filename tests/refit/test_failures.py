@@ -1,5 +1,4 @@
-"""A worker or a trainer killed at each message in turn: the old version or the new, and the next push "
-"succeeds."""
+"""Kill a worker or a trainer at each message; the next push succeeds."""
 
 import json
 import os
@@ -26,7 +25,7 @@ SIZE = (6, 4)
 
 
 def _worker(address: str, name: str, out: Path, die: str, push: int = 1, timeout: float = 40) -> None:
-    """Serve, noting what is served after each push; ``die`` is where to be killed in a push, if anywhere."""
+    """Serve, and write down the version after each push; ``die`` selects where to be killed."""
     followed = 0
     engine = nn.Linear(SIZE[1], SIZE[0])
 
@@ -37,14 +36,14 @@ def _worker(address: str, name: str, out: Path, die: str, push: int = 1, timeout
     receiver = Receiver(engine, load, name=name)
     follow, send = Connection.follow, Channel.send
 
-    def noted(self: Connection, timeout: float | None = None) -> int:
+    def follow_and_record(self: Connection, timeout: float | None = None) -> int:
         nonlocal followed
         try:
             return follow(self, timeout)
         finally:
             followed += 1
-            held = {"version": receiver.version, "weight": engine.weight[0, 0].item()}
-            (out / f".{name}").write_text(json.dumps(held))
+            state = {"version": receiver.version, "weight": engine.weight[0, 0].item()}
+            (out / f".{name}").write_text(json.dumps(state))
             (out / f".{name}").rename(out / f"{name}.json")
 
     def dying(self: Channel, kind: str, body: Any, *parts: bytes, **options: Any) -> None:
@@ -59,7 +58,7 @@ def _worker(address: str, name: str, out: Path, die: str, push: int = 1, timeout
             os.kill(os.getpid(), signal.SIGKILL)
         check(*arguments)
 
-    Connection.follow = noted  # type: ignore[method-assign]
+    Connection.follow = follow_and_record  # type: ignore[method-assign]
     Channel.send = dying  # type: ignore[method-assign]
     if die == "in the fill":
         FillPlan.check = torn  # type: ignore[method-assign]
@@ -84,8 +83,8 @@ def _set(model: nn.Module, value: float) -> None:
 
 
 def _lose_workers(address: str, points: list[str], folder: Path) -> list[tuple[str, int]]:
-    """On one rank: before each push a worker joins that is killed in it; what the push says, and the next."""
-    model, found = _model(), []
+    """Push on one rank; before each push a worker joins that is killed in it."""
+    model, results = _model(), []
     with zerostart.refit(model, address, timeout=30) as refitter:
         refitter.push()
         for number, point in enumerate(points):
@@ -97,16 +96,16 @@ def _lose_workers(address: str, points: list[str], folder: Path) -> list[tuple[s
                     refitter._way._server.wait_for(2)  # type: ignore[union-attr]
             torch.distributed.barrier()
             _set(model, 10.0 * (number + 1))
-            said = ""
+            error_text = ""
             try:
                 refitter.push()
             except PeerError as error:
-                said = str(error)
-            found.append((said, refitter.version))
+                error_text = str(error)
+            results.append((error_text, refitter.version))
             _set(model, 10.0 * (number + 1) + 1)
             report = refitter.push()
             assert [worker.name for worker in report.workers] == ["healthy"], report
-    return found
+    return results
 
 
 def _await(path: Path) -> None:
@@ -137,11 +136,11 @@ def test_a_worker_killed_at_each_message(tmp_path: Path) -> None:
         healthy.join(30)
     finally:
         healthy.kill()
-    for (said, _), (other, _), point in zip(*ranks, points, strict=True):
-        # The same on all ranks; a worker that never joined holds nobody up.
-        assert said == other
-        assert ("doomed" in said) == (point != "before wants"), (point, said)
-        assert not said or "is served by healthy" in said, (point, said)
+    for (text, _), (other, _), point in zip(*ranks, points, strict=True):
+        # All ranks raise the same error. A worker that never joined delays no push.
+        assert text == other
+        assert ("doomed" in text) == (point != "before wants"), (point, text)
+        assert not text or "is served by healthy" in text, (point, text)
     assert json.loads((tmp_path / "healthy.json").read_text()) == {"version": 7, "weight": 31.0}
 
 
@@ -189,7 +188,7 @@ def test_a_trainer_killed_at_each_message(tmp_path: Path, point: str, rank: int,
         old, held = {"version": 1, "weight": 1.0}, {"version": 2, "weight": 2.0}
         time.sleep(1)
         for name in ("a", "b"):
-            # Once it is told, each worker for itself.
+            # After the message each worker may have either version.
             assert json.loads((tmp_path / f"{name}.json").read_text()) in ([old, held] if new else [old])
         # Another trainer at the same address: the workers have waited for it.
         assert run_ranks(_push_again, 2, address, timeout=90) == [["a", "b"]] * 2

@@ -1,4 +1,4 @@
-"""Others' loaders on symbolic tensors, against the same loaders run eagerly on element numbers."""
+"""Trace loaders on symbolic tensors, and compare with a run on element numbers."""
 
 from collections.abc import Callable, Iterable, Mapping
 from math import prod
@@ -17,7 +17,7 @@ from zerostart.refit.loaders import trace_loader
 
 Pairs = Iterable[tuple[str, torch.Tensor]]
 Tensors = dict[str, torch.Tensor]
-#: Beyond any number of a source's element; what is negative is an own tensor's.
+#: Larger than any element number of a source; numbers of own tensors are negative.
 STRIDE = 10_000
 
 
@@ -33,7 +33,7 @@ def numbers(shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
 
 
 def as_numbers(recipe: Recipe, before: torch.Tensor, sources: Tensors) -> torch.Tensor:
-    """What the recipe says, in element numbers, over what was there ``before``."""
+    """Apply the recipe to element numbers, over the contents ``before``."""
     shape = tuple(before.shape)
     out = before.clone(memory_format=torch.contiguous_format).reshape(-1)
     box = geometry.Box((0,) * len(shape), shape)
@@ -53,7 +53,7 @@ def check(
     make: Callable[[], Tensors],
     dtype: torch.dtype = torch.float32,
 ) -> Recipes:
-    """``load(own)`` is a loader of own tensors, which ``make`` makes as numbers; trace it and run it."""
+    """Trace and run the loader ``load(own)`` of own tensors, which ``make`` creates as numbers."""
     before, after = make(), make()
     load(after)(iter(numbers(shapes).items()))
     own = {name: t.to(dtype) if t.is_contiguous() else t.t().to(dtype).t() for name, t in make().items()}
@@ -81,7 +81,7 @@ def check(
 def programs(
     draw: st.DrawFn,
 ) -> tuple[Callable[..., Callable[[Pairs], object]], dict[str, tuple[int, ...]], Callable[[], Tensors]]:
-    """A loader that copies what it makes of its sources into views of its tensors, and fills some."""
+    """Draw a loader that copies parts of its sources into views of its tensors."""
     shapes = {
         f"s{i}": tuple(draw(st.lists(st.sampled_from([1, 2, 3, 4, 6]), min_size=1, max_size=3)))
         for i in range(draw(st.integers(1, 3)))
@@ -90,14 +90,14 @@ def programs(
     turned = draw(st.booleans())
 
     def make() -> Tensors:
-        made = {}
+        created = {}
         for number, size in enumerate(sizes):
             numel = torch.Size(size).numel()
-            made[f"p{number}"] = -1 - torch.arange(number * STRIDE, number * STRIDE + numel).view(size)
-        if turned and made["p0"].dim() == 2:
-            made["p0"] = made["p0"].t().contiguous().t()
-        made["tied"] = made["p1"]
-        return made
+            created[f"p{number}"] = -1 - torch.arange(number * STRIDE, number * STRIDE + numel).view(size)
+        if turned and created["p0"].dim() == 2:
+            created["p0"] = created["p0"].t().contiguous().t()
+        created["tied"] = created["p1"]
+        return created
 
     moves: list[
         tuple[
@@ -114,18 +114,18 @@ def programs(
         for _ in range(draw(st.integers(0, 3))):
             step = draw(operations(view))
             # A write into a copy is lost, and one into an element that is there several times is refused.
-            if step is not None and (made := step(view)).numel() and shares(made, view):
+            if step is not None and (created := step(view)).numel() and shares(created, view):
                 into.append(step)
-                view = made
+                view = created
         source = draw(st.sampled_from([*shapes, None]))
         of: list[Callable[[torch.Tensor], torch.Tensor]] = []
         if source is not None:
             given = numbers(shapes)[source]
             for _ in range(draw(st.integers(0, 2))):
                 step = draw(operations(given))
-                if step is not None and (made := step(given)).numel() < 500 and made.numel():
+                if step is not None and (created := step(given)).numel() < 500 and created.numel():
                     of.append(step)
-                    given = made
+                    given = created
             n = given.numel()
             while view.numel() > n:
                 dim = next(d for d, size in enumerate(view.shape) if size > 1)
@@ -179,7 +179,7 @@ def test_a_traced_loader_fills_what_it_fills_eagerly(
 
 
 def test_experts_columns_and_padding() -> None:
-    """What engines do: experts into a stack, a rank's columns, rows behind the vocabulary."""
+    """Trace what engines do: stack experts, cut columns, pad the vocabulary."""
     shapes = {f"e{i}.{kind}": (6, 8) for i in range(5) for kind in ("gate", "up")}
     shapes |= {"down": (8, 6), "vocabulary": (5, 8), "qkv": (12, 8)}
 
@@ -260,7 +260,7 @@ OUTSIDE = torch.zeros(4, 4)
         (_compared, "depends on the values of the weights"),
     ],
 )
-def test_what_cannot_be_followed_is_one_sentence(load: Callable[..., None], says: str) -> None:
+def test_an_untraceable_loader_raises_one_sentence(load: Callable[..., None], says: str) -> None:
     own: Tensors = {"p": torch.ones(4, 4)}
 
     def run(pairs: Pairs) -> None:

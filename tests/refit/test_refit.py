@@ -1,5 +1,4 @@
-"""Weights from real trainer ranks into real worker processes: as the engine's own load of what ``save`` "
-"writes."""
+"""Push weights from trainer ranks into worker processes, and compare with their load of a save."""
 
 import json
 from pathlib import Path
@@ -19,15 +18,15 @@ BF16 = torch.bfloat16
 
 
 def _change(model: torch.nn.Module, by: float) -> None:
-    """Another value for each element, on the shards; engines' own copies are none of the parameters."""
+    """Scale the shards of all parameters."""
     for parameter in model.parameters():
-        held = getattr(parameter, "ds_tensor", None)
-        local = held if held is not None else getattr(parameter.data, "_local_tensor", parameter.data)
+        shard = getattr(parameter, "ds_tensor", None)
+        local = shard if shard is not None else getattr(parameter.data, "_local_tensor", parameter.data)
         local.data.mul_(by)
 
 
 def _train(path: Path, out: Path, address: str, options: dict[str, Any]) -> list[str]:
-    """On one rank: two pushes, the model saved beside each."""
+    """Push twice on one rank, and save the model each time."""
     model = zerostart.load(path, progress=False, **options)
     reports = []
     with zerostart.refit(model, address, workers=2, timeout=60) as refitter:
@@ -35,7 +34,7 @@ def _train(path: Path, out: Path, address: str, options: dict[str, Any]) -> list
             _change(model, 1.0 if version == 1 else -0.5)
             report = refitter.push()
             assert report.version == version
-            # An image in memory is written once.
+            # The image is written once.
             assert report.moved_bytes == report.owned_bytes
             zerostart.save(model, out / f"saved-{version}")
             reports.append(str(report))
@@ -69,9 +68,9 @@ def test_workers_have_what_their_own_load_of_a_save_gives(
     for version in (1, 2):
         for rank in range(2):
             expected = workers.loaded(config, rank, 2, tmp_path / f"saved-{version}", BF16)
-            found = torch.load(tmp_path / f"tp{rank}-{version}.pt")
-            assert found.keys() == expected.keys()
-            wrong = [name for name in found if not torch.equal(found[name], expected[name])]
+            actual = torch.load(tmp_path / f"tp{rank}-{version}.pt")
+            assert actual.keys() == expected.keys()
+            wrong = [name for name in actual if not torch.equal(actual[name], expected[name])]
             assert wrong == []
 
 
@@ -80,7 +79,7 @@ WIDE = (12800, 12288)
 
 
 def _wide(name: str) -> tuple[nn.Module, Receiver]:
-    """A worker with one large matrix that it has turned round, its halves exchanged."""
+    """Create a worker with one large, transposed matrix whose halves are swapped."""
     half = WIDE[0] // 2
     engine = nn.Module()
     engine.weight = nn.Parameter(torch.zeros(WIDE[1], WIDE[0], dtype=BF16), requires_grad=False)

@@ -1,4 +1,4 @@
-"""Sets of bytes as rows of runs, against sets of bytes."""
+"""Compare byte sets with Python sets of bytes."""
 
 import itertools
 
@@ -30,19 +30,19 @@ def bytes_of(rows: list[Row]) -> set[int]:
 
 
 def content(runs: ByteSet) -> set[int]:
-    """The bytes of runs, which are as the class says that they are."""
+    """Return the bytes of a set, and check its invariants."""
     table: list[Row] = [tuple(line) for line in runs.rows.tolist()]  # type: ignore[misc]
-    found = bytes_of(table)
-    assert len(found) == runs.nbytes, "a byte is there twice"
+    actual = bytes_of(table)
+    assert len(actual) == runs.nbytes, "a byte is there twice"
     assert [line[0] for line in table] == sorted(line[0] for line in table)
     assert all(
         width > 0 and (stride > width if count > 1 else stride == 0) for _, width, stride, count in table
     )
-    assert runs.end == max(found, default=-1) + 1
+    assert runs.end == max(actual, default=-1) + 1
     spans = list(zip(runs.low.tolist(), runs.high.tolist(), strict=True))
     assert all(a[1] < b[0] for a, b in itertools.pairwise(spans))
-    assert {byte for low, high in spans for byte in range(low, high)} == found
-    return found
+    assert {byte for low, high in spans for byte in range(low, high)} == actual
+    return actual
 
 
 @settings(max_examples=examples(400), deadline=None)

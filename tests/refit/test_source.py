@@ -1,4 +1,4 @@
-"""Whole tensors one after the other: those that ``save`` writes, whoever holds which part of them."""
+"""Compare a weight source with the tensors that ``save`` writes."""
 
 import hashlib
 import traceback
@@ -21,7 +21,7 @@ def _bits(tensor: torch.Tensor) -> str:
 
 
 def _stream(path: Path, out: Path, options: dict[str, Any], lora: bool) -> Any:
-    """On one rank: two passes, and the save that they are held against."""
+    """On one rank: iterate twice, and save."""
     try:
         within.BAND, within.CHUNK, pushes.CHUNK = 1 << 10, 1 << 9, 1 << 9  # tensors in many messages
         model = zerostart.load(path, progress=False, **options)

@@ -1,4 +1,4 @@
-"""The control wire: a Unix socket for the own user alone, on which each wait has one deadline."""
+"""The control wire: a Unix socket for one user, with one deadline for each wait."""
 
 import fcntl
 import json
@@ -35,7 +35,7 @@ def _receiver(engine: nn.Module, name: str = "worker") -> serving.Receiver:
     return serving.Receiver(engine, lambda pairs: engine.load_state_dict(dict(pairs)), name=name)
 
 
-def test_the_socket_is_for_the_own_user_alone(tmp_path: Path) -> None:
+def test_only_the_own_user_can_use_the_socket(tmp_path: Path) -> None:
     before = os.umask(0o022)
     try:
         with zerostart.refit(_model()) as refitter:
@@ -56,29 +56,29 @@ def test_the_socket_is_for_the_own_user_alone(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_memory_that_is_not_the_image_is_refused(tmp_path: Path) -> None:
+def test_other_memory_is_refused(tmp_path: Path) -> None:
     image = Image.of([("weight", "F32", (4, 4))])
     other = Image.of([("weight", "F32", (4, 5))])
     with pytest.raises(ReadError, match="sent no shared memory"):
         SharedImage(image, -1)
     with pytest.raises(ReadError, match="is not an image"):
         SharedImage(image, make_memory(other))
-    # What may shrink would end whoever reads it.
+    # Memory that may shrink can kill its readers.
     unsealed = os.memfd_create("unsealed")
     os.ftruncate(unsealed, image.nbytes)
     with pytest.raises(ReadError, match="is not an image"):
         SharedImage(image, unsealed)
-    made = make_memory(image)
+    created = make_memory(image)
     with pytest.raises(OSError, match="not permitted"):
-        os.ftruncate(made, 1)
-    assert fcntl.fcntl(made, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
-    SharedImage(image, made).close()
+        os.ftruncate(created, 1)
+    assert fcntl.fcntl(created, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
+    SharedImage(image, created).close()
 
 
 @pytest.mark.parametrize(
     ("data", "content"), [(b"", None), (b"hello", None), (b"hello", b"{}]"), (b"\0" * 64, b"[1]")]
 )
-def test_a_stranger_holds_nobody_up(data: bytes, content: bytes | None) -> None:
+def test_a_stranger_delays_no_push(data: bytes, content: bytes | None) -> None:
     model, engine = _model(), nn.Linear(SIZE[1], SIZE[0])
     with zerostart.refit(model, timeout=20) as refitter:
         stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -97,8 +97,8 @@ def test_a_stranger_holds_nobody_up(data: bytes, content: bytes | None) -> None:
 
 
 @contextmanager
-def _served(folder: Path, timeout: float) -> Iterator[tuple[Any, nn.Module, Any]]:
-    """A refit, its model, and the process of one worker."""
+def _start_serving(folder: Path, timeout: float) -> Iterator[tuple[Any, nn.Module, Any]]:
+    """Yield a refit, its model, and a worker process."""
     model = _model()
     with zerostart.refit(model, timeout=timeout) as refitter:
         worker = _start(refitter.address, "worker", folder, "", 1, timeout)
@@ -110,7 +110,7 @@ def _served(folder: Path, timeout: float) -> Iterator[tuple[Any, nn.Module, Any]
 
 
 def _push(refitter: Any, model: nn.Module, value: float) -> str:
-    """What a push of ``value`` fails with; empty where it does not."""
+    """Push ``value``; return the error text, or an empty string."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(value)
@@ -124,7 +124,7 @@ def _push(refitter: Any, model: nn.Module, value: float) -> str:
 
 @pytest.mark.parametrize("message", ["hello", "image", "wants", "fill", "serving"])
 def test_a_wire_that_is_cut_at_each_message(message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The old version or the new, whole; the next push brings the worker that has come back up to date."""
+    """The worker has the old or the new version; the next push updates the worker that came back."""
     engine, model = nn.Linear(SIZE[1], SIZE[0]), _model()
     receiver, send, cut = _receiver(engine), wire.Channel.send, threading.Event()
 
@@ -141,15 +141,15 @@ def test_a_wire_that_is_cut_at_each_message(message: str, monkeypatch: pytest.Mo
         thread.start()
         assert _push(refitter, model, 1.0) == ""
         cut.set()
-        if message in ("hello", "image", "wants"):  # of a worker that comes: have it come again
+        if message in ("hello", "image", "wants"):  # messages of a joining worker: let it join again
             server: Any = refitter._way._server  # type: ignore[union-attr]
             server._workers[0].channel._socket.shutdown(socket.SHUT_RDWR)
         begun = time.monotonic()
-        said = _push(refitter, model, 2.0)
+        error_text = _push(refitter, model, 2.0)
         assert time.monotonic() - begun < 20
-        assert "worker" in said
-        held = engine.weight.detach()
-        assert torch.equal(held, torch.full(SIZE, 1.0)) or torch.equal(held, torch.full(SIZE, 2.0))
+        assert "worker" in error_text
+        state = engine.weight.detach()
+        assert torch.equal(state, torch.full(SIZE, 1.0)) or torch.equal(state, torch.full(SIZE, 2.0))
         until = time.monotonic() + 20
         while _push(refitter, model, 3.0):
             assert time.monotonic() < until
@@ -160,7 +160,7 @@ def test_a_wire_that_is_cut_at_each_message(message: str, monkeypatch: pytest.Mo
 
 @pytest.mark.slow
 def test_a_worker_that_stops_is_named_and_comes_back(tmp_path: Path) -> None:
-    with _served(tmp_path, 3.0) as (refitter, model, worker):
+    with _start_serving(tmp_path, 3.0) as (refitter, model, worker):
         assert _push(refitter, model, 1.0) == ""
         os.kill(worker.pid, signal.SIGSTOP)
         begun = time.monotonic()
@@ -171,8 +171,8 @@ def test_a_worker_that_stops_is_named_and_comes_back(tmp_path: Path) -> None:
         while _push(refitter, model, 3.0):
             assert time.monotonic() < until
         time.sleep(0.5)
-        held = json.loads((tmp_path / "worker.json").read_text())
-        assert held == {"version": refitter.version, "weight": 3.0}
+        state = json.loads((tmp_path / "worker.json").read_text())
+        assert state == {"version": refitter.version, "weight": 3.0}
 
 
 def test_a_model_whose_tensors_change_is_refused() -> None:

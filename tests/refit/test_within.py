@@ -1,4 +1,4 @@
-"""Engines that live in the trainer's own ranks: each has what its own load of a save gives."""
+"""Push into engines inside the trainer ranks, and compare with their load of a save."""
 
 from pathlib import Path
 from typing import Any
@@ -22,14 +22,14 @@ BF16 = torch.bfloat16
 
 
 class _Broken(nn.Module):
-    """Its loader does what cannot be followed."""
+    """An engine whose loader fails."""
 
     def load_weights(self, weights: Any) -> None:
         raise RuntimeError("no such layer")
 
 
-class _Told:
-    """A driver of an engine whose one worker is in the rank; it may not want to hear of a version."""
+class _ToldDriver:
+    """A driver whose one worker is in the rank; it may reject versions."""
 
     workers, in_process = 1, True
 
@@ -49,7 +49,7 @@ class _Told:
 
 
 def _push(path: Path, out: Path, options: dict[str, Any], parts: int, device: str = "cpu") -> list[str]:
-    """On one rank: two pushes into its part of an engine, and one into what is none on the last rank."""
+    """On one rank: push twice into its part of an engine; the last rank then fails."""
     config, rank = dict(TINY["qwen3_even"][1]), dist.get_rank() if dist.is_initialized() else 0
     last = rank + 1 == (dist.get_world_size() if dist.is_initialized() else 1)
     model = zerostart.load(path, progress=False, **options)
@@ -65,9 +65,9 @@ def _push(path: Path, out: Path, options: dict[str, Any], parts: int, device: st
             assert report.transport == "local" + (f" ({device})" if device != "cpu" else "")
             zerostart.save(model, out / f"saved-{version}")
             expected = workers.loaded(config, rank % parts, parts, out / f"saved-{version}", BF16)
-            found = engine.state_dict()
-            wrong += [name for name in expected if not torch.equal(found[name].cpu(), expected[name])]
-    told = _Told(engine, last)
+            actual = engine.state_dict()
+            wrong += [name for name in expected if not torch.equal(actual[name].cpu(), expected[name])]
+    told = _ToldDriver(engine, last)
     with (
         zerostart.refit(model, told) as refitter,
         pytest.raises(PeerError, match="engine is asleep"),
@@ -103,13 +103,13 @@ def _push_there(path: Path, out: Path) -> list[str]:
 
 @pytest.mark.slow
 def test_on_an_accelerator_nothing_comes_to_the_host(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
-    """On the pretend one, whose memory the host cannot touch."""
+    """Use the pretend accelerator, whose memory the host cannot read."""
     path = checkpoints("qwen3_even", BF16)
     assert run_npu_ranks(_push_there, 2, path, tmp_path) == [[], []]
 
 
 class _Rows(nn.Module):
-    """An engine that takes a table, and nothing else."""
+    """An engine with only a table."""
 
     def __init__(self, rows: int) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class _Rows(nn.Module):
 
 
 def test_a_model_whose_tensors_change_between_pushes() -> None:
-    """The engine is asked again in its own call, and refuses what it cannot take, and nothing later."""
+    """Each push compares model and engine again, and refuses an engine that does not fit."""
     model, engine = nn.Module(), _Rows(10)
     model.table = nn.Embedding(10, 16)
     with zerostart.refit(model, engine) as refitter:
@@ -141,7 +141,7 @@ def test_a_model_whose_tensors_change_between_pushes() -> None:
 
 
 class _Adapter(nn.Module):
-    """An engine's place for an adapter: by PEFT's names, with both factors of a layer in one tensor."""
+    """An engine's adapter under PEFT's names, with both factors in one tensor."""
 
     def __init__(self, rank: int, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ class _Adapter(nn.Module):
 
 
 def test_an_adapter_is_sent_alone(tmp_path: Path) -> None:
-    """What PEFT itself saves of it, and none of the weights that it is for."""
+    """Only PEFT's own tensors are sent."""
     peft = pytest.importorskip("peft")
     model = nn.Module()
     model.table, model.head = nn.Embedding(10, 16), nn.Linear(5, 7)
@@ -183,13 +183,13 @@ def test_an_adapter_is_sent_alone(tmp_path: Path) -> None:
 
 
 def _other_arguments(given: dict[str, list[Any]]) -> list[str]:
-    """What each argument of refit that differs between the ranks is refused with."""
-    model, found = nn.Linear(3, 2), []
+    """Return the error for each argument that differs between ranks."""
+    model, actual = nn.Linear(3, 2), []
     for name, values in given.items():
         with pytest.raises(ConfigError) as error:
             zerostart.refit(model, **{name: values[dist.get_rank()]})
-        found.append(str(error.value))
-    return found
+        actual.append(str(error.value))
+    return actual
 
 
 @pytest.mark.slow

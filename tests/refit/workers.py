@@ -1,4 +1,4 @@
-"""A worker of a pretended engine: fused parameters cut for tensor parallelism, with a loader like vLLM's."""
+"""Worker of a pretend engine, with fused parameters, tensor parallelism and a loader like vLLM's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-#: By the end of a name in the checkpoint: the fused parameter, and the place of the part in it.
+#: For each suffix of a checkpoint name: the fused parameter, and the part of it.
 FUSED = {
     "q_proj": ("qkv_proj", "q"),
     "k_proj": ("qkv_proj", "k"),
@@ -23,8 +23,7 @@ FUSED = {
 
 
 class Engine(nn.Module):
-    """Rank ``rank`` of ``size`` of a served qwen3: the vocabulary padded to a multiple of 64, no tied "
-    "tensor."""
+    """Rank ``rank`` of ``size`` of a qwen3 model with a padded vocabulary."""
 
     def __init__(self, config: Mapping[str, Any], rank: int, size: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -41,15 +40,15 @@ class Engine(nn.Module):
         shapes["lm_head.weight"] = (self.rows, hidden)
         wide = (self.heads + 2 * self.kv_heads) * self.head
         for layer in range(config["num_hidden_layers"]):
-            here = f"model.layers.{layer}"
-            shapes[f"{here}.self_attn.qkv_proj.weight"] = (wide, hidden)
-            shapes[f"{here}.self_attn.o_proj.weight"] = (hidden, self.heads * self.head)
-            shapes[f"{here}.self_attn.q_norm.weight"] = (self.head,)
-            shapes[f"{here}.self_attn.k_norm.weight"] = (self.head,)
-            shapes[f"{here}.mlp.gate_up_proj.weight"] = (2 * middle, hidden)
-            shapes[f"{here}.mlp.down_proj.weight"] = (hidden, middle)
-            shapes[f"{here}.input_layernorm.weight"] = (hidden,)
-            shapes[f"{here}.post_attention_layernorm.weight"] = (hidden,)
+            prefix = f"model.layers.{layer}"
+            shapes[f"{prefix}.self_attn.qkv_proj.weight"] = (wide, hidden)
+            shapes[f"{prefix}.self_attn.o_proj.weight"] = (hidden, self.heads * self.head)
+            shapes[f"{prefix}.self_attn.q_norm.weight"] = (self.head,)
+            shapes[f"{prefix}.self_attn.k_norm.weight"] = (self.head,)
+            shapes[f"{prefix}.mlp.gate_up_proj.weight"] = (2 * middle, hidden)
+            shapes[f"{prefix}.mlp.down_proj.weight"] = (hidden, middle)
+            shapes[f"{prefix}.input_layernorm.weight"] = (hidden,)
+            shapes[f"{prefix}.post_attention_layernorm.weight"] = (hidden,)
         self.names = {}
         for name, shape in shapes.items():
             self.names[name] = name.replace(".", "_")
@@ -65,13 +64,17 @@ class Engine(nn.Module):
                     module, part = module.removesuffix(ending) + fused, place
                     break
             target = f"{module}.weight"
-            self._put(self.get_parameter(self.names[target]), target, part, tensor)
+            self._copy_part(self.get_parameter(self.names[target]), target, part, tensor)
             loaded.add(target)
             if self.tied and name == "model.embed_tokens.weight":
-                self._put(self.get_parameter(self.names["lm_head.weight"]), "lm_head.weight", None, tensor)
+                self._copy_part(
+                    self.get_parameter(self.names["lm_head.weight"]), "lm_head.weight", None, tensor
+                )
         return loaded
 
-    def _put(self, parameter: nn.Parameter, name: str, part: str | int | None, tensor: torch.Tensor) -> None:
+    def _copy_part(
+        self, parameter: nn.Parameter, name: str, part: str | int | None, tensor: torch.Tensor
+    ) -> None:
         data, rank = parameter.data, self.rank
         if name in ("model.embed_tokens.weight", "lm_head.weight"):
             begin = rank * self.rows
@@ -97,7 +100,7 @@ class Engine(nn.Module):
 def loaded(
     config: Mapping[str, Any], rank: int, size: int, folder: Path, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """The engine's parameters after its own load of the files in ``folder``."""
+    """Return the engine's parameters after its own load of ``folder``."""
     from safetensors import safe_open
 
     engine = Engine(config, rank, size, dtype)
@@ -108,8 +111,7 @@ def loaded(
 
 
 def main() -> None:
-    """Serve: arguments are a file with the configuration, rank, size, address, and a folder for what is "
-    "served."""
+    """Serve; arguments: configuration file, rank, size, address, output folder."""
     import json
 
     from zerostart import serving
@@ -122,17 +124,17 @@ def main() -> None:
     receiver = serving.Receiver(engine, name=f"tp{rank}")
     strange = {"transformers", "diffusers", "deepspeed", "accelerate"} & sys.modules.keys()
     assert not strange, strange
-    # Each version that is served is written down, for the test to look at.
+    # Write each version to a file for the test.
     check = FillPlan.check
 
-    def noted(plan: FillPlan, sums: Any, version: int) -> None:
+    def check_and_save(plan: FillPlan, sums: Any, version: int) -> None:
         check(plan, sums, version)
         part = Path(out) / f"part-tp{rank}-{version}"
         torch.save(engine.state_dict(), part)
         part.rename(Path(out) / f"tp{rank}-{version}.pt")
 
     if Path(out).is_dir():
-        FillPlan.check = noted  # type: ignore[method-assign]
+        FillPlan.check = check_and_save  # type: ignore[method-assign]
     serving.serve(receiver, address, timeout=60)
     print("served", receiver.version)
 
@@ -140,7 +142,7 @@ def main() -> None:
 def start(
     config: Path, rank: int, size: int, address: str, out: Path, **environment: str
 ) -> subprocess.Popen[str]:
-    """A worker in a process of its own."""
+    """Start a worker process."""
     command = [
         sys.executable,
         "-m",

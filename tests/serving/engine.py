@@ -1,7 +1,7 @@
-"""One vLLM worker without the engine around it: ``python -m tests.serving.engine RANK WORLD FOLDER JOBS``.
+"""One vLLM worker without an engine: ``python -m tests.serving.engine RANK WORLD FOLDER JOBS``.
 
-For each job a model is built and loaded by vLLM, filled by pushes, and compared, before vLLM packs it, with
-vLLM's own load of what the trainer has saved. ``JOBS`` is a file with a list of objects.
+For each job vLLM builds and loads a model. Pushes fill it, and before vLLM packs it, it is compared with
+vLLM's own load of the trainer's save. ``JOBS`` is a file with a list of objects.
 """
 
 import copy
@@ -42,7 +42,7 @@ def configured(path: str, world: int, expert_parallel: bool) -> Any:
 
 
 def loaded(config: Any, path: str) -> nn.Module:
-    """A model as vLLM's own loader fills it, not packed yet."""
+    """Return a model filled by vLLM's loader, not packed."""
     config = copy.copy(config)
     config.compilation_config = copy.deepcopy(config.compilation_config)
     config.compilation_config.static_forward_context = {}
@@ -61,7 +61,7 @@ def loaded(config: Any, path: str) -> nn.Module:
 
 
 class Watched(VLLMWeights):
-    """Keeps what each layer is filled with, before vLLM packs it."""
+    """Keep a copy of each filled layer before vLLM packs it."""
 
     def stages(self, filled: Any) -> Iterator[AbstractContextManager[Any]]:
         self.filled: dict[str, torch.Tensor] = {}
@@ -76,7 +76,7 @@ class Watched(VLLMWeights):
 
 
 def served(job: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
-    """Two pushes into a model, and what differs then from vLLM's own load."""
+    """Run two pushes into a model, and compare it with vLLM's own load."""
     config = configured(job["checkpoint"], world, job["expert_parallel"])
     config.parallel_config.rank = rank
     os.environ["VLLM_DIST_IDENT"] = Path(job["rendezvous"]).name
@@ -114,5 +114,5 @@ if __name__ == "__main__":
     number, count = int(sys.argv[1]), int(sys.argv[2])
     Path(sys.argv[3], f"ready-{number}").touch()
     for place, each in enumerate(json.loads(Path(sys.argv[4]).read_text())):
-        found = served(each, number, count)
-        Path(sys.argv[3], f"{place}-{number}.json").write_text(json.dumps(found))
+        actual = served(each, number, count)
+        Path(sys.argv[3], f"{place}-{number}.json").write_text(json.dumps(actual))

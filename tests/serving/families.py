@@ -1,4 +1,4 @@
-"""Small models of the families that are served, in the layout that the hub has for each."""
+"""Small models of the served families, in their hub layouts."""
 
 import json
 from pathlib import Path
@@ -57,8 +57,8 @@ FAMILIES = {
 }
 
 
-def made(family: str, folder: Path, dtype: str = "float32", seed: int = 0) -> Path:
-    """A checkpoint of ``family`` with random weights."""
+def create_checkpoint(family: str, folder: Path, dtype: str = "float32", seed: int = 0) -> Path:
+    """Write a checkpoint of ``family`` with random weights."""
     config = folder / f"{family}-{seed}.json"
     config.write_text(json.dumps({**_SIZES, "model_type": family, **FAMILIES[family]}))
     out = folder / f"{family}-{dtype}-{seed}"

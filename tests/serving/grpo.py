@@ -1,8 +1,8 @@
-"""A script of TRL's: five steps of GRPO, whose completions vLLM draws.
+"""A script of TRL with five steps of GRPO and completions from vLLM.
 
-``accelerate launch`` runs it on each rank: ``script.py MODEL OUT OPTIONS [ours]``. What a rank has seen goes
-to ``OUT/RANK.json``: rewards, the log, and a digest of the engine's weights after each synchronisation. With
-``ours`` it has the added line; else all is TRL's.
+``accelerate launch`` runs it on each rank: ``script.py MODEL OUT OPTIONS [ours]``. Each rank writes
+``OUT/RANK.json``: rewards, the log, and a digest of the engine's weights after each synchronisation. With
+``ours`` it has the added line, otherwise everything is TRL's.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ served: list[str] = []
 
 
 def reward(completions: list[str], **_: Any) -> list[float]:
-    """Some number that differs from text to text, so that there is something to learn in each step."""
+    """Return a number that differs between texts, so that training changes the weights."""
     words = [[int(word[1:]) for word in text.split() if word[1:].isdigit()] for text in completions]
     rewards.append([sum(number % 7 for number in each) / (1 + len(each)) for each in words])
     return rewards[-1]

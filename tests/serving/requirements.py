@@ -1,7 +1,7 @@
-"""What vLLM's build for CPUs and TRL need that is not installed: ``requirements.py OUT [PIP ARGS]``.
+"""List the missing packages for vLLM on CPUs and TRL: ``requirements.py OUT [PIP ARGS]``.
 
-Run by the environment of ``make serving``, which sees all packages of the one below it. None of those is
-resolved anew: their versions are constraints, and what would replace one is left out.
+The environment of ``make serving`` sees all packages of the environment below it. Their versions are
+constraints, and no package is replaced.
 """
 
 import importlib.metadata
@@ -14,11 +14,11 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-#: Of its requirements those that the tests do without, and pins that the environment below does not fit.
+#: Requirements of vLLM that the tests do not need, or whose pins do not fit.
 WITHOUT = {"intel-openmp", "setuptools", "torch", "torchaudio", "torchcodec", "torchvision", "transformers"}
-#: What the tests want beside it.
+#: Other packages for the tests.
 BESIDE = ("trl==1.16.0", "datasets==5.2.0")
-#: Asks for an older pillow than is there; with what it needs itself.
+#: Packages that need an older pillow, with their own requirements.
 ALONE = {"mistral-common": ("pycountry", "pydantic-extra-types")}
 
 
@@ -46,8 +46,8 @@ def main(out: str, *pip_arguments: str) -> None:
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed"]
         command += ["--report", str(report), "-c", str(constraints), *pip_arguments, *wanted]
         subprocess.run(command, check=True)
-        found = [item["metadata"] for item in json.loads(report.read_text())["install"]]
-    news = {canonicalize_name(f["name"]): f["version"] for f in found}
+        actual = [item["metadata"] for item in json.loads(report.read_text())["install"]]
+    news = {canonicalize_name(f["name"]): f["version"] for f in actual}
     lines = [f"{name}=={version}" for name, version in news.items() if name not in {*installed, "setuptools"}]
     Path(out).write_text("\n".join([*lines, *alone]) + "\n")
 

@@ -1,4 +1,4 @@
-"""TRL's GRPO, unmodified, with a real vLLM: our synchronisation changes nothing that it draws or learns.
+"""TRL's GRPO with a real vLLM: zerostart's synchronisation changes no draw and no loss.
 
 ``make serving`` runs this. Each run is five steps on two ranks under ``accelerate launch``.
 """
@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from tests.integrations.launching import CONFIGS, REHEARSAL, added, launch, tokenizer
-from tests.serving.families import made
+from tests.serving.families import create_checkpoint
 from tests.serving.tokens import PROMPT, greedy
 from zerostart.upstream.trl.syncing import TOUCHED
 
@@ -33,13 +33,13 @@ ENVIRONMENT |= {"VLLM_LOGGING_LEVEL": "ERROR", "TRANSFORMERS_VERBOSITY": "warnin
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = made("qwen3", tmp_path_factory.mktemp("checkpoint"))
+    path = create_checkpoint("qwen3", tmp_path_factory.mktemp("checkpoint"))
     tokenizer(path, 128)
     return path
 
 
 def ran(checkpoint: Path, folder: Path, engine: str, *ours: str, **options: Any) -> list[dict[str, Any]]:
-    """What both ranks have seen in a run."""
+    """Run the script; return the results of both ranks."""
     arguments = [str(checkpoint), str(folder), json.dumps(options), *ours]
     # Without it accelerate leaves models whole where there is no accelerator; zerostart sees to it itself.
     script = SCRIPT.read_text() if ours or engine != "fsdp2" else added(SCRIPT.read_text(), REHEARSAL)
@@ -57,7 +57,7 @@ def test_trl_is_as_declared() -> None:
         ("zero3", {}),
         ("zero3", {"lora": True}),
         ("fsdp2", {}),
-        ("fsdp2", {"vllm_tensor_parallel_size": 2}),  # one engine, of which each rank has a half
+        ("fsdp2", {"vllm_tensor_parallel_size": 2}),  # one engine, half on each rank
     ],
     ids=["zero3", "zero3-lora", "fsdp2", "fsdp2-tensors"],
 )
@@ -112,8 +112,8 @@ def asked(address: str, route: str, body: dict[str, Any] | None = None) -> dict[
 def test_a_server_has_the_weights_that_are_saved(
     engine: str, checkpoint: Path, server: str, tmp_path: Path
 ) -> None:
-    found = ran(checkpoint, tmp_path, engine, "ours", vllm_mode="server", vllm_server_base_url=server)
-    assert all(len(rank["log"]) == 5 for rank in found)
+    actual = ran(checkpoint, tmp_path, engine, "ours", vllm_mode="server", vllm_server_base_url=server)
+    assert all(len(rank["log"]) == 5 for rank in actual)
     wanted = {"model": str(checkpoint), "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
     wanted |= {"ignore_eos": True, "detokenize": False, "return_token_ids": True}
     (answer,) = asked(server, "v1/completions", wanted)["choices"]

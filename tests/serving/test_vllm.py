@@ -1,6 +1,6 @@
-"""A real vLLM takes pushed weights: bit for bit as its own load of what ``save`` writes, and in its tokens.
+"""Push weights into a real vLLM, and compare parameters and tokens.
 
-``make serving`` runs this, in an environment that has vLLM's build for CPUs beside zerostart's own.
+``make serving`` runs this, in an environment with vLLM's build for CPUs.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ import pytest
 
 import zerostart
 from tests.ranks import run_ranks
-from tests.serving.families import FAMILIES, made
+from tests.serving.families import FAMILIES, create_checkpoint
 from tests.serving.tokens import PROMPT, greedy
 from tests.serving.trainers import push_changed
 
@@ -89,7 +89,7 @@ def test_parameters_are_those_of_the_engines_own_load(name: str, tmp_path: Path)
     workers, shared, cases = SERVED[name]
     jobs = [
         {
-            "checkpoint": str(made(family, tmp_path, "bfloat16")),
+            "checkpoint": str(create_checkpoint(family, tmp_path, "bfloat16")),
             "saved": str(tmp_path / f"saved-{place}"),
             "address": f"unix://{tmp_path}/{place}",
             "rendezvous": str(tmp_path / f"rendezvous-{name[:3]}-{place}-{os.getpid()}"),
@@ -125,13 +125,13 @@ def test_parameters_are_those_of_the_engines_own_load(name: str, tmp_path: Path)
             worker.kill()
     for place, (family, _, _) in enumerate(cases):
         for rank in range(workers):
-            found = json.loads((tmp_path / f"{place}-{rank}.json").read_text())
-            assert found["version"] == 2, family
-            assert found["differing"] == [], family
-            assert found["moved"] == [], family
+            actual = json.loads((tmp_path / f"{place}-{rank}.json").read_text())
+            assert actual["version"] == 2, family
+            assert actual["differing"] == [], family
+            assert actual["moved"] == [], family
             # A head that is tied is filled with the embedding.
-            assert set(found["left"]) <= {"lm_head.weight"}, family
-            assert found["compared"] > 10, family
+            assert set(actual["left"]) <= {"lm_head.weight"}, family
+            assert actual["compared"] > 10, family
 
 
 @pytest.fixture
@@ -176,8 +176,8 @@ def test_the_engine_continues_as_transformers_with_the_weights_that_were_pushed(
     from zerostart.serving import register_with_vllm
 
     register_with_vllm()
-    before, after = made(family, tmp_path), made(family, tmp_path, seed=7)
-    # As vLLM's own weight transfer does it, and by its LLM alone.
+    before, after = create_checkpoint(family, tmp_path), create_checkpoint(family, tmp_path, seed=7)
+    # With vLLM's weight transfer, and without.
     named = list(FAMILIES).index(family) % 2 == 0
     try:
         engine = engines(before, **({"weight_transfer_config": {"backend": "zerostart"}} if named else {}))
@@ -205,7 +205,7 @@ def _asked(address: str, route: str, body: dict[str, Any] | None = None) -> dict
 def test_a_server_takes_weights_and_says_which_version_it_serves(tmp_path: Path) -> None:
     if not entry_points(group="vllm.general_plugins", name="zerostart"):
         pytest.skip("zerostart was installed before vLLM could find it: install it again")
-    before, after = made("qwen3", tmp_path), made("qwen3", tmp_path, seed=7)
+    before, after = create_checkpoint("qwen3", tmp_path), create_checkpoint("qwen3", tmp_path, seed=7)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -1,4 +1,4 @@
-"""What transformers continues a prompt with, greedily."""
+"""Greedy generation with transformers."""
 
 from pathlib import Path
 from typing import Any
@@ -9,14 +9,14 @@ PROMPT = [5, 9, 33, 71, 2, 8]
 
 
 def greedy(path: Path, prompt: list[int], count: int) -> list[int]:
-    """The tokens after ``prompt`` of the model in ``path``, in fp32."""
+    """Return the ``count`` tokens after ``prompt``, in fp32."""
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, attn_implementation="eager"
     ).eval()
     given = torch.tensor([prompt])
-    made = model.generate(
+    created = model.generate(
         given,
         attention_mask=torch.ones_like(given),
         max_new_tokens=count,
@@ -24,4 +24,4 @@ def greedy(path: Path, prompt: list[int], count: int) -> list[int]:
         eos_token_id=None,
         pad_token_id=0,
     )
-    return [int(token) for token in made[0, len(prompt) :]]
+    return [int(token) for token in created[0, len(prompt) :]]

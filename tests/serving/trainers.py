@@ -1,4 +1,4 @@
-"""On trainer ranks: a model in shards, changed, saved, and pushed."""
+"""Trainer ranks that change, save and push a model."""
 
 from pathlib import Path
 from typing import Any
@@ -9,30 +9,30 @@ import zerostart
 
 
 def shards(model: torch.nn.Module) -> list[torch.Tensor]:
-    """What this rank has of each parameter, to be written."""
-    found = []
+    """Return this rank's shards of all parameters."""
+    tensors = []
     for parameter in model.parameters():
-        held = getattr(parameter, "ds_tensor", None)
-        data = parameter.data if held is None else held.data
-        found.append(getattr(data, "_local_tensor", data))
-    return found
+        shard = getattr(parameter, "ds_tensor", None)
+        data = parameter.data if shard is None else shard.data
+        tensors.append(getattr(data, "_local_tensor", data))
+    return tensors
 
 
 def adapted(model: torch.nn.Module) -> torch.nn.Module:
-    """``model`` with adapters of its attention that are none, the same on every rank."""
+    """Add equal LoRA adapters on every rank."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(7)
     targets = ["q_proj", "v_proj", "o_proj"]
     config = LoraConfig(r=3, lora_alpha=8, target_modules=targets, init_lora_weights=False)
-    found: torch.nn.Module = get_peft_model(model, config)
-    return found
+    peft_model: torch.nn.Module = get_peft_model(model, config)
+    return peft_model
 
 
 def push_changed(path: Path, out: Path, address: str, workers: int, options: dict[str, Any]) -> str:
-    """Two pushes, of the weights as they were and after a change; what the second has is saved to ``out``.
+    """Push, change the weights, save them to ``out``, and push again.
 
-    With ``lora`` among the ``options`` adapters alone change, and are merged on the way.
+    With ``lora`` in ``options`` only adapters change, and are merged.
     """
     options = dict(options)
     lora = options.pop("lora", False)
