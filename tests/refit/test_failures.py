@@ -93,7 +93,7 @@ def _lose_workers(address: str, points: list[str], folder: Path) -> list[tuple[s
                 if point == "before wants":
                     _await(folder / f"died-{number}")
                 else:
-                    refitter._way._server.wait_for(2)  # type: ignore[union-attr]
+                    refitter._transport._server.wait_for(2)  # type: ignore[union-attr]
             torch.distributed.barrier()
             _set(model, 10.0 * (number + 1))
             error_text = ""

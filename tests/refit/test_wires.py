@@ -142,7 +142,7 @@ def test_a_wire_that_is_cut_at_each_message(message: str, monkeypatch: pytest.Mo
         assert _push(refitter, model, 1.0) == ""
         cut.set()
         if message in ("hello", "image", "wants"):  # messages of a joining worker: let it join again
-            server: Any = refitter._way._server  # type: ignore[union-attr]
+            server: Any = refitter._transport._server  # type: ignore[union-attr]
             server._workers[0].channel._socket.shutdown(socket.SHUT_RDWR)
         begun = time.monotonic()
         error_text = _push(refitter, model, 2.0)

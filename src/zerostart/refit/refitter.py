@@ -43,13 +43,13 @@ class Refitter:
         self._model, self._settings, self.version = model, settings, 0
         self._image: Image | None = None
         self._targets: PushTargets | None = None
-        self._way: WithinRanks | WorkerProcesses | None = None
-        every = world.all_gather_object(settings, "comparing the arguments")
+        self._transport: WithinRanks | WorkerProcesses | None = None
+        by_rank = world.all_gather_object(settings, "comparing the arguments")
         with world.phase("inspecting the target"):
-            if (rank := next((r for r, other in enumerate(every) if other != every[0]), 0)) != 0:
+            if (rank := next((r for r, other in enumerate(by_rank) if other != by_rank[0]), 0)) != 0:
                 raise ConfigError(
-                    f"zerostart.refit has {every[0]} on rank 0, but {every[rank]} on rank {rank}: call it "
-                    "with the same arguments on every rank"
+                    f"zerostart.refit has {by_rank[0]} on rank 0, but {by_rank[rank]} on rank {rank}: call "
+                    "it with the same arguments on every rank"
                 )
             settings.check()
             driver, local = _inspect(target)
@@ -74,13 +74,13 @@ class Refitter:
                     "workers are other processes on rank 0 only, and None on the others"
                 )
         if is_local:
-            self._way = WithinRanks(local, driver, settings.strict, world)
-            self._match_target()  # fail first if the engine cannot take a tensor
+            self._transport = WithinRanks(local, driver, settings.strict, world)
+            self._match_target()  # trace the loader now, to fail early
         else:
             image = self._prepare_writes().image
             address = target if isinstance(target, str) and driver is None else None
-            self._way = WorkerProcesses(image, address, driver, settings, world)
-        self.address = self._way.address
+            self._transport = WorkerProcesses(image, address, driver, settings, world)
+        self.address = self._transport.address
 
     def __enter__(self) -> Refitter:
         return self
@@ -94,14 +94,14 @@ class Refitter:
         All ranks raise the same error:
 
         - PeerError, naming the worker, if one died or does not answer, or an engine's call failed;
-        - ConversionError if zerostart cannot follow an engine's weight loader;
-        - VerifyError, naming worker and tensors, if a worker read back other values than were sent.
+        - ConversionError if an engine's weight loader cannot be traced;
+        - VerifyError, naming worker and tensors, if a worker's values differ from the trainer's.
 
         After an error the target has no valid version until the next push succeeds. That push uses the
         workers that are still connected.
         """
-        world, way = self._world, self._way
-        if way is None:
+        world, transport = self._world, self._transport
+        if transport is None:
             raise ConfigError("this refit is closed: call zerostart.refit again")
         clock = Clock("plan", "move", "fill")
         with PeakMeter(default_device()) as meter:
@@ -110,24 +110,24 @@ class Refitter:
                     writes, targets = self._match_target()
                 with clock.phase("move"), world.phase("moving weights"):
                     self._sums.begin()
-                    moved_bytes = way.move(writes, self._sums)
+                    moved_bytes = transport.move(writes, self._sums)
                 expected = self._sums.summed(world)
             sums = [expected[number] for number in targets.numbers]
             self.version += 1
             with clock.phase("fill"):
-                way.serve(self.version, sums)
+                transport.serve(self.version, sums)
             phases = clock.stop()
         figures = world.all_gather_object(
             (phases, meter.host_bytes, meter.device_bytes or 0), "figures of a push"
         )
         workers = tuple(
-            WorkerReport(name, self.version, wants.nbytes, combine_sums(found))
-            for name, wants, found in zip(targets.names, targets.wants, sums, strict=True)
+            WorkerReport(name, self.version, wants.nbytes, combine_sums(each))
+            for name, wants, each in zip(targets.names, targets.wants, sums, strict=True)
             if name is not None
         )
         return PushReport(
             version=self.version,
-            transport=way.name,
+            transport=transport.name,
             phases={key: max(each[0][key] for each in figures) for key in phases},
             owned_bytes=writes.image.layout.total_size,
             moved_bytes=moved_bytes,
@@ -143,9 +143,9 @@ class Refitter:
         self._close(True)
 
     def _close(self, is_over: bool) -> None:
-        way, self._way = self._way, None
-        if way is not None:
-            way.close(is_over)
+        transport, self._transport = self._transport, None
+        if transport is not None:
+            transport.close(is_over)
 
     def _prepare_writes(self) -> ModelWrites:
         writes = prepare_model(self._model, self._settings, self._world, self._image)
@@ -154,9 +154,9 @@ class Refitter:
 
     def _match_target(self) -> tuple[ModelWrites, PushTargets]:
         """Agree which worker needs which bytes; collective."""
-        assert self._way is not None, "not closed"
+        assert self._transport is not None, "not closed"
         writes = self._prepare_writes()
-        targets = self._way.agree_on_targets(writes)
+        targets = self._transport.agree_on_targets(writes)
         if targets is not self._targets:
             self._targets, self._sums = targets, SetDigests(writes.image, targets.sets)
         return writes, targets

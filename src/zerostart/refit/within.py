@@ -134,15 +134,15 @@ class Rounds:
         """Answer requests of other ranks until there are none; collective."""
         while self._world.size > 1:
             requests: list[list[Range] | None] = self._world.all_gather_object(None, "requesting weights")
-            if all(asked is None for asked in requests):
+            if all(each is None for each in requests):
                 return
-            self._exchange([asked or [] for asked in requests])
+            self._exchange(requests)
 
     def _exchange(self, requests: Sequence[list[Range] | None]) -> list[ImagePart]:
-        asked = [each or [] for each in requests]
+        requested = [each or [] for each in requests]
         rank = self._world.rank
-        own_ranges = asked[rank]
-        to_send = [_select_ranges(runs, each) for runs, each in zip(self._sends, asked, strict=True)]
+        own_ranges = requested[rank]
+        to_send = [_select_ranges(runs, each) for runs, each in zip(self._sends, requested, strict=True)]
         to_receive = [_select_ranges(runs, own_ranges) for runs in self._receives]
         to_send[rank], to_receive[rank] = [], []
         bands: dict[Range, ImagePart] = {}
@@ -153,12 +153,12 @@ class Rounds:
                 for parcels in (to_send, to_receive)
             )
             ends = [sum(map(_size_of, to_send[:number])) for number in range(len(to_send))]
-            for each in dict.fromkeys(each for ranges in asked for each in ranges):
-                sent = [(n, runs) for n, parcel in enumerate(to_send) for one, runs in parcel if one == each]
-                if each not in own_ranges and not sent:
+            for each in dict.fromkeys(each for ranges in requested for each in ranges):
+                parts = [(n, runs) for n, parcel in enumerate(to_send) for one, runs in parcel if one == each]
+                if each not in own_ranges and not parts:
                     continue
                 band = self._fill_band(*each)
-                for number, runs in sent:
+                for number, runs in parts:
                     for row in runs.rows.tolist():
                         begin, ends[number] = ends[number], ends[number] + row[1] * row[3]
                         outgoing[begin : ends[number]].view(row[3], row[1]).copy_(band.rows(*row))
@@ -170,13 +170,13 @@ class Rounds:
             group = self._world.group if self._device.type == "cpu" else None
             sizes = [_size_of(parcel) for parcel in to_receive], [_size_of(parcel) for parcel in to_send]
             dist.all_to_all_single(incoming, outgoing, *sizes, group=group)
-        done = 0
+        offset = 0
         for parcel in to_receive:
             for each, runs in parcel:
                 for row in runs.rows.tolist():
                     nbytes = row[1] * row[3]
-                    bands[each].rows(*row).copy_(incoming[done : done + nbytes].view(row[3], row[1]))
-                    done += nbytes
+                    bands[each].rows(*row).copy_(incoming[offset : offset + nbytes].view(row[3], row[1]))
+                    offset += nbytes
         return [bands[each] for each in own_ranges]
 
     def _fill_band(self, low: int, high: int) -> ImagePart:
