@@ -14,7 +14,6 @@ import functools
 import sys
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, MutableSequence, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -24,6 +23,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
+from zerostart.engines.module_names import matching_modules
 from zerostart.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -283,30 +283,14 @@ def checkpoint_blocks(
 
 def _blocks(model: nn.Module, wanted: Sequence[str | type[nn.Module]] | None) -> dict[str, nn.Module]:
     """The blocks by name: no block inside another."""
-    named = dict(model.named_modules())
+    setting = None if wanted is None else "blocks names"
     if wanted is None:
+        named = dict(model.named_modules())
         kinds = [kind for part in named.values() for kind in getattr(part, "_no_split_modules", None) or ()]
-        lists = [name for name, part in named.items() if isinstance(part, nn.ModuleList)]
-        wanted = kinds or [f"{name}.*" for name in lists]
-    else:
-        for entry in wanted:
-            if not any(_matches(name, module, entry) for name, module in named.items()):
-                shown = entry if isinstance(entry, str) else entry.__name__
-                raise ConfigError(f"blocks names {shown!r}, but no module has that class or name")
+        wanted = kinds or [f"{n}.*" for n, part in named.items() if isinstance(part, nn.ModuleList)]
     found: dict[str, nn.Module] = {}
-    for name, module in named.items():
-        # Outer modules come before inner ones in the order of names, so looking back is enough.
-        inside = any(name.startswith(f"{outer}.") for outer in found)
-        if name and not inside and any(_matches(name, module, entry) for entry in wanted):
+    for name, module in matching_modules(model, wanted, setting).items():
+        # Outer modules come before inner ones, so looking back is enough.
+        if name and not any(name.startswith(f"{outer}.") for outer in found):
             found[name] = module
     return found
-
-
-def _matches(name: str, module: nn.Module, entry: str | type[nn.Module]) -> bool:
-    if isinstance(entry, type):
-        return isinstance(module, entry)
-    # By any base: FSDP2 gives the modules that it shards a class of its own.
-    if any(kind.__name__ == entry for kind in type(module).__mro__):
-        return True
-    parts, patterns = name.split("."), entry.split(".")
-    return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))

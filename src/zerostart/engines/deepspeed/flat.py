@@ -7,8 +7,6 @@ parameters), they are reordered within the buffer, with a bounded amount of memo
 
 from __future__ import annotations
 
-import itertools
-import logging
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -18,20 +16,17 @@ from rich.filesize import decimal
 from torch import nn
 
 from zerostart.distributed.world import World, current_world
+from zerostart.engines.deepspeed.reordering import reorder
 from zerostart.engines.flat_buffers import ALIGNMENT, Family, FlatBufferShards
 from zerostart.engines.residence import HOST, Residence
 from zerostart.errors import InsufficientMemoryError
 from zerostart.geometry.layout import Parallelism
 from zerostart.geometry.layout.layout import FlatGroup, FlatRules
 from zerostart.transfer.meter import free_bytes
-from zerostart.transfer.rearrange import Segment, is_in_place, rearrange
 from zerostart.upstream.deepspeed import zero12_optimizers as upstream
 from zerostart.upstream.deepspeed.construction import restore_hooks
 from zerostart.upstream.deepspeed.zero3_partitions import import_deepspeed, load_operations
 from zerostart.upstream.deepspeed.zero12_groups import RunReader
-from zerostart.upstream.torch.tensors import storage_users
-
-logger = logging.getLogger("zerostart")
 
 
 class FlatKeeper:
@@ -105,52 +100,35 @@ class FlatKeeper:
 def _arrange(
     members: Sequence[nn.Parameter], groups: Sequence[tuple[Sequence[torch.Tensor], FlatRules]]
 ) -> list[torch.Tensor]:
-    """Bring the parameters of one buffer into groups, in place; [] where that cannot be done."""
-    first = members[0]
-    storage, dtype = first.untyped_storage(), first.dtype
-    room, step = storage.nbytes() // dtype.itemsize, max(1, ALIGNMENT // dtype.itemsize)
+    """Bring the parameters of one buffer into groups, in place; return [] if that is impossible."""
+    itemsize, dtype = members[0].itemsize, members[0].dtype
+    step = max(1, ALIGNMENT // itemsize)
     targets: dict[int, int] = {}
-    made: list[tuple[int, FlatGroup]] = []
+    flats: list[tuple[int, FlatGroup]] = []
     end = 0
     for group, rules in groups:
         # Groups begin aligned, as the buffers of the optimizer's own making would.
         start = end + -end % step
-        flat = rules.group([p.numel() for p in group], dtype.itemsize)
+        flat = rules.group([p.numel() for p in group], itemsize)
         targets |= {id(p): start + offset for p, offset in zip(group, flat.offsets, strict=True)}
-        made.append((start, flat))
+        flats.append((start, flat))
         end = start + flat.numel
     for parameter in members:
         if id(parameter) not in targets:
             # Members of no group (frozen ones, those of other optimizers) go behind all groups.
             targets[id(parameter)] = end + -end % step
             end = targets[id(parameter)] + parameter.numel()
-    segments = [(int(p.storage_offset()), targets[id(p)], p.numel()) for p in members]
-    # No room for so many groups, or parameters that share elements: DeepSpeed flattens by itself.
-    if end > room or _overlapping(segments):
+    # Without room for so many groups DeepSpeed flattens by itself.
+    places = [(parameter, targets[id(parameter)] * itemsize) for parameter in members]
+    base = reorder(members[0].untyped_storage(), places, end * itemsize)
+    if base is None:
         return []
-    base = _entire(first)
-    if not is_in_place(segments):
-        # The parameters, the buffer as a whole, and the handle of the storage.
-        if storage_users(storage) > len(members) + 2:
-            logger.warning(
-                "tensors other than the model's parameters share their memory (a state dict, or views of "
-                "them): the parameters are copied instead of being reordered in place; delete such "
-                "tensors before deepspeed.initialize"
-            )
-            return []
-        with torch.no_grad():
-            rearrange(base, segments)
-        for parameter in members:
-            place = targets[id(parameter)]
-            parameter.data = base[place : place + parameter.numel()].view(parameter.shape)
-    flats = []
-    for start, flat in made:
-        whole = base[start : start + flat.numel]
+    wholes = [base.view(dtype)[start : start + flat.numel] for start, flat in flats]
+    for whole, (_, flat) in zip(wholes, flats, strict=True):
         # Last: before the move there were elements of other parameters.
         for low, high in flat.gaps():
             whole[low:high].zero_()
-        flats.append(whole)
-    return flats
+    return wholes
 
 
 def _entire(parameter: torch.Tensor) -> torch.Tensor:
@@ -158,11 +136,6 @@ def _entire(parameter: torch.Tensor) -> torch.Tensor:
     storage = parameter.untyped_storage()
     room = storage.nbytes() // parameter.itemsize
     return torch.empty(0, dtype=parameter.dtype, device=parameter.device).set_(storage, 0, (room,), (1,))
-
-
-def _overlapping(segments: Sequence[Segment]) -> bool:
-    ordered = sorted(segments)
-    return any(a[0] + a[2] > b[0] for a, b in itertools.pairwise(ordered))
 
 
 class FlatShards(FlatBufferShards):

@@ -8,8 +8,6 @@ freed. What ``deepspeed.initialize`` then finds is what ``zero.Init`` would have
 from __future__ import annotations
 
 import functools
-import itertools
-import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
@@ -17,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zerostart.distributed.world import World
+from zerostart.engines.deepspeed.reordering import reorder
 from zerostart.engines.deepspeed.settings import DeepSpeedSettings
 from zerostart.engines.engine import ShardMaker
 from zerostart.engines.placements import Placements
@@ -25,30 +24,22 @@ from zerostart.errors import EngineError
 from zerostart.geometry.layout import Layout, flat_partition
 from zerostart.transfer import Arena, page_locked
 from zerostart.transfer.buffers import ALIGNMENT
-from zerostart.transfer.rearrange import Segment, is_in_place, rearrange
 from zerostart.upstream.deepspeed import nvme
 from zerostart.upstream.deepspeed import zero3_partitions as upstream
 from zerostart.upstream.deepspeed.construction import restore_hooks
 from zerostart.upstream.deepspeed.zero3_optimizer import Reader, mark, require_stage3
 from zerostart.upstream.deepspeed.zero3_partitions import load_operations, mark_leaves
-from zerostart.upstream.torch.tensors import storage_users
 from zerostart.upstream.types import DeepSpeedConfig
 
 # What the ZeRO-3 optimizer has to know of parameters: where dtypes mix, and who reads their masters.
 
 
-def mixed_dtypes(parameters: Mapping[str, nn.Parameter]) -> dict[torch.dtype, str]:
-    """The dtypes of the trainable parameters, each with the first name that has it."""
+def check_mixture(parameters: Mapping[str, nn.Parameter], settings: DeepSpeedSettings) -> None:
+    """Raise EngineError if a setting of DeepSpeed handles trainable parameters of one dtype only."""
     dtypes: dict[torch.dtype, str] = {}
     for name, parameter in parameters.items():
         if parameter.requires_grad:
             dtypes.setdefault(parameter.dtype, name)
-    return dtypes
-
-
-def check_mixture(parameters: Mapping[str, nn.Parameter], settings: DeepSpeedSettings) -> None:
-    """Raise EngineError where a setting of DeepSpeed handles trainable parameters of one dtype only."""
-    dtypes = mixed_dtypes(parameters)
     if len(dtypes) < 2:
         return
     require_stage3()
@@ -69,8 +60,6 @@ def mark_parameters(model: nn.Module, rounded: Collection[str], reader: Reader |
 
 
 # Bringing the partitions of a load next to each other, in the buffer in which they were made.
-
-logger = logging.getLogger("zerostart")
 
 
 def arrange(groups: Sequence[Sequence[torch.Tensor]], others: Sequence[torch.Tensor]) -> None:
@@ -96,29 +85,14 @@ def arrange(groups: Sequence[Sequence[torch.Tensor]], others: Sequence[torch.Ten
         if id(tensor) not in targets:
             targets[id(tensor)] = end + -end % ALIGNMENT
             end = targets[id(tensor)] + tensor.nbytes
-    segments = [(int(t.storage_offset()) * t.itemsize, targets[id(t)], t.nbytes) for t in here.values()]
-    # In bytes: the storage may have several dtypes.
-    segments = [segment for segment in segments if segment[2]]
-    if end > storage.nbytes() or _overlapping(segments):
+    base = reorder(storage, [(tensor, targets[id(tensor)]) for tensor in here.values()], end)
+    if base is None:
         return
-    base = torch.empty(0, dtype=torch.uint8, device=storage.device)
-    base.set_(storage, 0, (storage.nbytes(),), (1,))
-    if not is_in_place(segments):
-        # The tensors, the buffer as a whole, and the handle of the storage.
-        if storage_users(storage) > len(here) + 2:
-            logger.warning(
-                "tensors other than the model's partitions share their memory (views of them): the "
-                "partitions are copied instead of being reordered in place; delete such tensors before "
-                "deepspeed.initialize"
-            )
-            return
-        rearrange(base, segments)
-    for tensor in [*here.values(), *(t for t in wanted if id(t) not in here)]:
+    for tensor in (t for t in wanted if id(t) not in here):
+        # After the move, when its place is free.
         place = targets[id(tensor)]
         new = base[place : place + tensor.nbytes].view(tensor.dtype)
-        if id(tensor) not in here:
-            # From elsewhere: after the move, when its place is free.
-            new.copy_(tensor)
+        new.copy_(tensor)
         tensor.data = new
 
 
@@ -135,11 +109,6 @@ def _home(tensors: Sequence[torch.Tensor]) -> torch.UntypedStorage | None:
 
 def _address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-def _overlapping(segments: Sequence[Segment]) -> bool:
-    ordered = sorted(segments)
-    return any(a[0] + a[2] > b[0] for a, b in itertools.pairwise(ordered))
 
 
 #: Builders of the operations of DeepSpeed's that are compiled at first use: of its layer, and of swapping.

@@ -11,7 +11,6 @@ import itertools
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 
 import torch
 import torch.distributed as dist
@@ -20,8 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
+from zerostart.engines.module_names import matching_modules
 from zerostart.engines.training import EngineConfig, with_first_values
-from zerostart.errors import ConfigError, EngineError
+from zerostart.errors import EngineError
 from zerostart.models import library_of
 from zerostart.upstream.torch.fsdp2 import check_kept, is_at_rest, whole_tensor
 
@@ -203,7 +203,7 @@ def blocks_of(model: nn.Module, wrap: Sequence[str | type[nn.Module]] | None) ->
     parameters is a unit as well: the root's forward, which would gather them, never runs.
     """
     if wrap:
-        found = _named(model, wrap)
+        found = list(matching_modules(model, wrap, "engine_config['wrap'] has").values())
     elif kinds := set(getattr(model, "_no_split_modules", None) or ()):
         found = [m for m in model.modules() if type(m).__name__ in kinds]
     else:
@@ -228,29 +228,6 @@ def _with_the_rest(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Mod
     own = [m for m in model.modules() if id(m) not in inside and any(True for _ in m.parameters(False))]
     wanted = {id(module) for module in (*blocks, *own)}
     return [module for module in model.modules() if id(module) in wanted]
-
-
-def _named(model: nn.Module, wrap: Sequence[str | type[nn.Module]]) -> list[nn.Module]:
-    found: list[nn.Module] = []
-    matched: set[int] = set()
-    for name, module in model.named_modules():
-        hits = [number for number, entry in enumerate(wrap) if _matches(name, module, entry)]
-        matched.update(hits)
-        found += [module] if hits else []
-    for number, entry in enumerate(wrap):
-        if number not in matched:
-            shown = entry if isinstance(entry, str) else entry.__name__
-            raise ConfigError(f"engine_config['wrap'] has {shown!r}, but no module has that class or name")
-    return found
-
-
-def _matches(name: str, module: nn.Module, entry: str | type[nn.Module]) -> bool:
-    if isinstance(entry, type):
-        return isinstance(module, entry)
-    if type(module).__name__ == entry:
-        return True
-    parts, patterns = name.split("."), entry.split(".")
-    return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
 
 
 def _holders(model: nn.Module) -> dict[int, set[nn.Module]]:

@@ -1,0 +1,39 @@
+"""Find the modules of a model by class or by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from zerostart.errors import ConfigError
+
+
+def matching_modules(
+    model: nn.Module, entries: Iterable[str | type[nn.Module]], setting: str | None = None
+) -> dict[str, nn.Module]:
+    """Return the modules by name that match any entry, outer ones first.
+
+    An entry is a class, the name of one, or the name of modules with ``*`` for any part. Raises ConfigError,
+    which begins with ``setting``, for an entry without a match; None allows it.
+    """
+    named = dict(model.named_modules())
+    found: set[str] = set()
+    for entry in entries:
+        hits = [name for name, module in named.items() if _matches(name, module, entry)]
+        if not hits and setting is not None:
+            shown = entry if isinstance(entry, str) else entry.__name__
+            raise ConfigError(f"{setting} {shown!r}, but no module has that class or name")
+        found.update(hits)
+    return {name: module for name, module in named.items() if name in found}
+
+
+def _matches(name: str, module: nn.Module, entry: str | type[nn.Module]) -> bool:
+    if isinstance(entry, type):
+        return isinstance(module, entry)
+    # By any base: FSDP2 gives the modules that it shards a class of its own.
+    if any(kind.__name__ == entry for kind in type(module).__mro__):
+        return True
+    parts, patterns = name.split("."), entry.split(".")
+    return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
