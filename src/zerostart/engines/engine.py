@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from zerostart.distributed.world import World
-from zerostart.engines.forecast import Array, MemoryPeak, OptimizerCost, ParameterBytes, Target
+from zerostart.engines.forecast import MemoryInputs, MemoryPeak
 from zerostart.engines.parallelism import resolve
 from zerostart.engines.placements import Placements
 from zerostart.engines.residence import Residence
@@ -390,16 +390,8 @@ class Engine(abc.ABC):
         """The name, as ``zerostart.plan`` takes it, of the optimizer that the engine is to make itself."""
         return None
 
-    def memory_peaks(
-        self,
-        model: nn.Module,
-        placements: Placements,
-        shares: ParameterBytes,
-        optimizer: OptimizerCost,
-        target: Target,
-    ) -> list[MemoryPeak]:
-        """The moments after the load, through the first step, at which memory may be at its highest."""
-        shards: dict[str, Array | int] = {"parameters": shares.device, "buffers": shares.buffers}
-        gradients = shares.trained * shares.dtype.itemsize
-        full = {**shards, "gradients": gradients, "optimizer state": optimizer.states * gradients}
-        return [MemoryPeak("initialize", {}, shards), MemoryPeak("step", {"parameters": shares.host}, full)]
+    def memory_peaks(self, model: nn.Module, inputs: MemoryInputs) -> list[MemoryPeak]:
+        """Return the possible peaks of memory after the load, through the first step."""
+        gradients = inputs.shares.trained * inputs.shares.dtype.itemsize
+        states = {"gradients": gradients, "optimizer state": inputs.optimizer.states * gradients}
+        return [inputs.peak(False, "initialize", {}), inputs.peak(False, "step", states)]

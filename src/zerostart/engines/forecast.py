@@ -113,34 +113,53 @@ class MemoryPeak:
         return MemoryPeak(self.phase, {n: self.host.get(n, 0) + self.device.get(n, 0) for n in names})
 
 
-# What stage 0 takes after a load: everything whole on every rank.
-# DistributedDataParallel keeps its buckets beside the gradients (its default, ``gradient_as_bucket_view`` is
-# False). DeepSpeed's ``BF16_Optimizer`` and ``FP16_Optimizer`` keep fp32 masters and an fp32 gradient of each
-# element. Not compared with measurements yet.
+@dataclass(frozen=True)
+class MemoryInputs:
+    """Inputs of a memory forecast."""
+
+    shares: ParameterBytes
+    optimizer: OptimizerCost
+    target: Target
+    #: Bytes of a rank's flat buffers; 0 if the engine has none.
+    flat_bytes: int = 0
+
+    def scratch(self, on_host: bool) -> int:
+        """Return the copies of updated elements that an update needs; ``on_host`` offloads the states."""
+        return self.optimizer.scratch(on_host or not self.target.accelerator)
+
+    def peak(self, on_host: bool, phase: str, states: Sizes, *device: Sizes) -> MemoryPeak:
+        """Add ``states`` (on the host or the device) and ``device`` to the parameters and buffers."""
+        parts: tuple[dict[str, Array | int], dict[str, Array | int]] = (
+            {"parameters": self.shares.host},
+            {"parameters": self.flat_bytes or self.shares.device, "buffers": self.shares.buffers},
+        )
+        for sizes, home in ((states, parts[0 if on_host else 1]), *((sizes, parts[1]) for sizes in device)):
+            for name, size in sizes.items():
+                home[name] = home.get(name, 0) + size
+        return MemoryPeak(phase, *parts)
 
 
-def replicated_peaks(
-    shares: ParameterBytes, whole: int, optimizer: OptimizerCost, target: Target, masters: bool
-) -> list[MemoryPeak]:
-    """The moments of ``initialize`` and of the first step; ``whole``: bytes of the flat buffers.
+# Stage 0: everything is whole on every rank. DistributedDataParallel keeps its buckets next to the gradients
+# (its default, ``gradient_as_bucket_view`` is False). DeepSpeed's ``BF16_Optimizer`` and ``FP16_Optimizer``
+# keep fp32 masters and an fp32 gradient of each element. Not compared with measurements yet.
+
+
+def replicated_peaks(inputs: MemoryInputs, masters: bool) -> list[MemoryPeak]:
+    """Forecast ``initialize`` and the first step of stage 0.
 
     ``masters``: DeepSpeed's optimizers train, with masters of their own, and not DistributedDataParallel.
     """
+    shares, target = inputs.shares, inputs.target
     gradients = shares.gathers.total
     trained = gradients // shares.dtype.itemsize
     mixed = masters and shares.dtype != torch.float32
     each = FP32 if mixed else shares.dtype.itemsize
     buckets = gradients if not masters and target.world_size > 1 else 0
-    resident = {
-        "parameters": whole,
-        "buffers": shares.buffers,
-        "master weights": FP32 * trained * mixed,
-        "buckets": buckets,
-    }
-    stepping = {
+    resident: Sizes = {"master weights": FP32 * trained * mixed, "buckets": buckets}
+    stepping: Sizes = {
         **resident,
         "gradients": gradients + FP32 * trained * mixed,
-        "optimizer state": each * trained * optimizer.states,
-        "scratch": each * trained * optimizer.scratch(not target.accelerator),
+        "optimizer state": each * trained * inputs.optimizer.states,
+        "scratch": each * trained * inputs.scratch(on_host=False),
     }
-    return [MemoryPeak("initialize", {}, resident), MemoryPeak("step", {}, stepping)]
+    return [inputs.peak(False, "initialize", resident), inputs.peak(False, "step", stepping)]

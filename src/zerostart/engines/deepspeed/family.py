@@ -24,7 +24,7 @@ from zerostart.engines.deepspeed.training import (
 )
 from zerostart.engines.engine import Engine, MasterReader, ShardMaker
 from zerostart.engines.flat_buffers import placed_whole
-from zerostart.engines.forecast import MemoryPeak, OptimizerCost, ParameterBytes, Target, replicated_peaks
+from zerostart.engines.forecast import MemoryInputs, MemoryPeak, replicated_peaks
 from zerostart.engines.parallelism import check_heads, resolve
 from zerostart.engines.placements import DEVICE, HOST, STORAGE, Placements, placed_on_mesh
 from zerostart.engines.shard import Shard
@@ -361,15 +361,8 @@ class ZeroThree(DeepSpeed):
 
         serve(model, self.config)
 
-    def memory_peaks(
-        self,
-        model: nn.Module,
-        placements: Placements,
-        shares: ParameterBytes,
-        optimizer: OptimizerCost,
-        target: Target,
-    ) -> list[MemoryPeak]:
-        return memory.stage3_peaks(shares, self.settings, optimizer, target)
+    def memory_peaks(self, model: nn.Module, inputs: MemoryInputs) -> list[MemoryPeak]:
+        return memory.stage3_peaks(inputs, self.settings)
 
 
 def _partition(name: str, section: Any, place: int, owners: int) -> Layout:
@@ -439,18 +432,10 @@ class FlatBuffers(DeepSpeed):
 
         return flat_expert_shards(model, parallelism, rank)
 
-    def memory_peaks(
-        self,
-        model: nn.Module,
-        placements: Placements,
-        shares: ParameterBytes,
-        optimizer: OptimizerCost,
-        target: Target,
-    ) -> list[MemoryPeak]:
-        whole = placements.held or 0
+    def memory_peaks(self, model: nn.Module, inputs: MemoryInputs) -> list[MemoryPeak]:
         if self.zero_stage == 0:
-            return replicated_peaks(shares, whole, optimizer, target, masters=True)
-        return memory.flat_peaks(shares, whole, self.settings, optimizer, target, self.zero_stage)
+            return replicated_peaks(inputs, masters=True)
+        return memory.flat_peaks(inputs, self.settings, self.zero_stage)
 
     def _rules(self) -> FlatRules:
         return self.settings.flat_rules(self.zero_stage, self.mesh.data(0)[1])

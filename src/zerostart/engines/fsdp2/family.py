@@ -13,7 +13,7 @@ from torch import nn
 from zerostart.distributed.world import World, default_device
 from zerostart.engines.engine import Engine, ShardMaker
 from zerostart.engines.flat_buffers import FlatBufferShards, placed_whole
-from zerostart.engines.forecast import MemoryPeak, OptimizerCost, ParameterBytes, Target, replicated_peaks
+from zerostart.engines.forecast import MemoryInputs, MemoryPeak, replicated_peaks
 from zerostart.engines.fsdp2 import memory
 from zerostart.engines.fsdp2.calls import begin_batch
 from zerostart.engines.fsdp2.settings import FSDP2Settings, MeshShares
@@ -236,16 +236,9 @@ class FSDP2(Engine):
         if isinstance(model, FSDPModule):
             begin_batch(model, self.zero_stage, last)
 
-    def memory_peaks(
-        self,
-        model: nn.Module,
-        placements: Placements,
-        shares: ParameterBytes,
-        optimizer: OptimizerCost,
-        target: Target,
-    ) -> list[MemoryPeak]:
-        units = memory.Units.of(model, self.settings, shares, self.mesh.data(0)[1])
-        return memory.after_load(shares, units, optimizer, target)
+    def memory_peaks(self, model: nn.Module, inputs: MemoryInputs) -> list[MemoryPeak]:
+        units = memory.Units.of(model, self.settings, inputs.shares, self.mesh.data(0)[1])
+        return memory.after_load(inputs, units)
 
     @classmethod
     def find_shards(cls, model: nn.Module, world: World) -> dict[str, Shard]:
@@ -322,15 +315,8 @@ class Replicated(FSDP2):
     def shards_of(self, model: nn.Module, parallelism: Parallelism, rank: int) -> dict[str, Shard]:
         return {}
 
-    def memory_peaks(
-        self,
-        model: nn.Module,
-        placements: Placements,
-        shares: ParameterBytes,
-        optimizer: OptimizerCost,
-        target: Target,
-    ) -> list[MemoryPeak]:
-        return replicated_peaks(shares, placements.held or 0, optimizer, target, masters=False)
+    def memory_peaks(self, model: nn.Module, inputs: MemoryInputs) -> list[MemoryPeak]:
+        return replicated_peaks(inputs, masters=False)
 
     def _rules(self) -> FlatRules:
         return FlatRules(self.mesh.world_size)

@@ -11,12 +11,12 @@ the latter, they travel as they come, and from torch 2.15 on in that of the shar
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
-from zerostart.engines.forecast import MemoryPeak, OptimizerCost, ParameterBytes, Sizes, Target
+from zerostart.engines.forecast import MemoryInputs, MemoryPeak, ParameterBytes
 from zerostart.engines.fsdp2.settings import FSDP2Settings
 from zerostart.engines.fsdp2.units import blocks_of
 from zerostart.upstream.torch.fsdp2 import are_reduced_as_shards
@@ -72,12 +72,11 @@ class Units:
         )
 
 
-def after_load(
-    shares: ParameterBytes, units: Units, optimizer: OptimizerCost, target: Target
-) -> list[MemoryPeak]:
-    """The moments of making an optimizer and of the first step."""
+def after_load(inputs: MemoryInputs, units: Units) -> list[MemoryPeak]:
+    """Forecast the creation of an optimizer and the first step."""
+    shares, target = inputs.shares, inputs.target
     gradients = shares.trained * shares.dtype.itemsize
-    states = optimizer.states * gradients
+    states = inputs.optimizer.states * gradients
     inner = gradients * (units.total - units.root) // max(1, units.total)
     each = units.itemsize
     gathered = each * (units.total if units.kept else units.root)
@@ -96,20 +95,13 @@ def after_load(
         "incoming gradient": each * root,
         "buckets": units.reduced * unit,
     }
-    on_host = units.offloaded or not target.accelerator
-    updated = shares.largest if on_host else shares.trained
-    update = optimizer.scratch(on_host) * updated * shares.dtype.itemsize
-
-    def moment(phase: str, at_home: Sizes, on_device: Sizes) -> MemoryPeak:
-        device: dict[str, Any] = {"parameters": shares.device, "buffers": shares.buffers, **on_device}
-        host: dict[str, Any] = {"parameters": shares.host}
-        (host if units.offloaded else device).update(at_home)
-        return MemoryPeak(phase, host, device)
-
+    updated = shares.largest if units.offloaded or not target.accelerator else shares.trained
+    update = inputs.scratch(units.offloaded) * updated * shares.dtype.itemsize
+    peak = functools.partial(inputs.peak, units.offloaded)
     return [
-        moment("initialize", {}, {}),
-        moment("step", {}, forward),
-        moment("step", {"gradients": 0 * gradients if units.kept else inner}, of_unit),
-        moment("step", {"gradients": gradients}, of_root),
-        moment("step", {"gradients": gradients, "optimizer state": states, "scratch": update}, {}),
+        peak("initialize", {}, {}),
+        peak("step", {}, forward),
+        peak("step", {"gradients": 0 * gradients if units.kept else inner}, of_unit),
+        peak("step", {"gradients": gradients}, of_root),
+        peak("step", {"gradients": gradients, "optimizer state": states, "scratch": update}, {}),
     ]

@@ -14,6 +14,7 @@ from zerostart.engines.flat_buffers import MESSAGE
 from zerostart.engines.forecast import (
     Array,
     Gathers,
+    MemoryInputs,
     MemoryPeak,
     OptimizerCost,
     ParameterBytes,
@@ -49,7 +50,7 @@ def moments_of(
     if placed.gathered:
         # Messages of the all-gather of flat buffers (engines/flat_buffers.py).
         loads.append(MemoryPeak("load", {}, {**resident, "staging": min(whole or 0, MESSAGE)}))
-    return [*loads, *engine.memory_peaks(model, placed, shares, optimizer, target)]
+    return [*loads, *engine.memory_peaks(model, MemoryInputs(shares, optimizer, target, whole or 0))]
 
 
 def peaks(moments: Iterable[MemoryPeak], ranks: int, target: Target) -> list[dict[str, Memory]]:
