@@ -133,27 +133,18 @@ def shares(model: torch.nn.Module) -> list[torch.Tensor]:
     return [shard.storage for shard in current_shards(model).values()]
 
 
-def moved_between_two_devices(folder: Path) -> tuple[list[str], list[str]]:
-    """What a save of a model on two devices has not, and what another one, refitted, has not."""
+def moved_between_two_devices(folder: Path) -> list[str]:
+    """Save a model on two devices; return the tensors with other values in the files."""
     from safetensors.torch import load_file
     from torch import nn
 
-    def spread(*devices: int) -> nn.Module:
-        model = nn.Module()
-        for number in range(8):
-            values = torch.rand(500, 1000, device="cpu").to(f"npu:{devices[number % len(devices)]}")
-            model.register_parameter(f"p{number}", nn.Parameter(values))
-        return model
-
-    def differing(others: Any) -> list[str]:
-        return [name for name, mine in values.items() if not torch.equal(mine, others[name].cpu())]
-
     join(None, True)
-    model, other = spread(0, 1), spread(1, 0, 0)
-    values = {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
+    model = nn.Module()
+    for number in range(8):
+        values = torch.rand(500, 1000, device="cpu").to(f"npu:{number % 2}")
+        model.register_parameter(f"p{number}", nn.Parameter(values))
+    wanted = {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
     zerostart.save(model, folder)
-    saved = differing(load_file(folder / "model.safetensors"))
-    with zerostart.refit(model, other) as refitter:
-        refitter.push()
     dist.destroy_process_group()
-    return saved, differing(dict(other.named_parameters()))
+    saved = load_file(folder / "model.safetensors")
+    return [name for name, tensor in wanted.items() if not torch.equal(tensor, saved[name])]

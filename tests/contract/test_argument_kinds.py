@@ -21,7 +21,9 @@ from zerostart.errors import ConfigError
     [
         ({"tensor_parallel": 2.0}, "tensor_parallel=2.0 is not accepted; give a whole number"),
         ({"zero_stage": True}, "zero_stage=True is not accepted; give a whole number"),
+        ({"exchange": "maybe"}, "exchange='maybe' is not accepted; give True or False"),
         ({"strict": "no"}, "strict='no' is not accepted; give True or False"),
+        ({"dtype": "half_float"}, "dtype='half_float' is not a torch dtype; try"),
         ({"dtype": 16}, "dtype=16 is not a torch dtype; try float32, bfloat16 or float16"),
         ({"dtype": torch.int8}, "dtype=torch.int8 must be a floating torch.dtype"),
         ({"memory_limit": 1}, "memory_limit=1 must be a number of bytes, at least 65536"),
@@ -175,8 +177,3 @@ def test_a_configuration_that_cannot_be_read(text: str | None, message: str, tmp
     with pytest.raises(ConfigError, match=message) as caught:
         zerostart.load({}, torch.nn.Identity, engine_config=path)
     assert "download" not in str(caught.value)
-
-
-def test_no_dtype_of_that_name() -> None:
-    with pytest.raises(ConfigError, match=r"^dtype='half_float' is not a torch dtype; try"):
-        zerostart.plan({"weight": torch.ones(1, 1)}, 1, model=torch.nn.Linear, dtype="half_float")

@@ -1,6 +1,5 @@
 """A loaded model on an engine, run as it would be alone, with the gradients whole."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -134,13 +133,3 @@ def differing(found: Any, wanted: Any, within: float = 0.0) -> list[str]:
             same = bool((found - wanted).abs().max() <= within * wanted.abs().max())
         return [] if same else ["another tensor"]
     return [] if found == wanted else [f"{found!r} for {wanted!r}"]
-
-
-def on_one_thread(function: Callable[[], Any]) -> Any:
-    """What ``function()`` gives on one thread, as ranks have: torch sums in another order on several."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return function()
-    finally:
-        torch.set_num_threads(before)

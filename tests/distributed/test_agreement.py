@@ -2,8 +2,6 @@
 
 import os
 import signal
-import threading
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -260,44 +258,6 @@ def killed_at(job: Job, path: Path, options: dict[str, Any], victim: int, number
         places.act = lambda name: os.kill(os.getpid(), signal.SIGKILL)
         places.reset(number if dist.get_rank() == victim else -1)
         job(path, options)
-
-
-@pytest.mark.slow
-def test_signals_at_any_time(paths: dict[str, Path]) -> None:
-    """SIGINT in the midst of messages leaves nobody waiting, nor half a message."""
-    for wrong, stopped in run_ranks(load_interrupted, 2, paths["small"]):
-        assert wrong == []
-        assert stopped > 0
-
-
-def load_interrupted(path: Path) -> tuple[list[str], int]:
-    """Turn by turn the signal comes later; what was not as it should be, and how many were stopped."""
-    world = current_world()
-    wrong, stopped = [], 0
-    for turn in range(24):
-        victim = turn % 2
-        timer = threading.Timer(0.003 * turn, os.kill, (os.getpid(), signal.SIGINT))
-
-        def build() -> nn.Module:
-            if world.rank == victim:  # noqa: B023  # called in this turn
-                timer.start()  # noqa: B023
-            return Small()
-
-        caught = "nothing"
-        try:
-            plainly(path, {"engine": "fsdp2", "exchange": True, "model": build})
-            if world.rank == victim:
-                timer.join()
-                time.sleep(0.01)  # what came last of all is handled here
-        except (KeyboardInterrupt, errors.PeerError) as error:
-            caught = f"{type(error).__name__}: {error}"
-        told = world.all_gather_object(caught, "after")
-        other = told[1 - victim]
-        stopped += other != "nothing"
-        fine = other == "nothing" or f"rank {victim}: stopped by KeyboardInterrupt" in other
-        if not told[victim].startswith("KeyboardInterrupt") or not fine:
-            wrong.append(f"turn {turn}: {told}")
-    return wrong, stopped
 
 
 def fail_in_a_library() -> str:

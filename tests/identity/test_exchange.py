@@ -194,8 +194,3 @@ def load_in_little_memory(path: Path) -> None:
     made = zerostart.load(path, exchange=None, **options)
     assert zerostart.report(made).exchanged_bytes == 0
     zerostart.load(path, exchange=True, **options)
-
-
-def test_argument_that_cannot_be_used(checkpoints: TinyCheckpoints) -> None:
-    with pytest.raises(errors.ConfigError, match="exchange"):
-        zerostart.load(checkpoints("qwen3"), engine="fsdp2", exchange="maybe", progress=False)  # type: ignore[arg-type]

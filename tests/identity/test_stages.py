@@ -17,7 +17,6 @@ from tests.parity import CLIP, Trace, batches, checkpoint, differences, optimize
 from tests.ranks import run_ranks
 from tests.tiny import TinyCheckpoints
 from zerostart.engines.fsdp2.calls import begin_batch
-from zerostart.errors import ConfigError
 
 #: Batches whose gradients are accumulated for one step.
 PARTS = 2
@@ -112,20 +111,3 @@ def test_deepspeed_at_stage_0_is_as_the_stock_route(checkpoints: TinyCheckpoints
     path = checkpoints("qwen3_moe_aligned", torch.bfloat16)
     for found in run_ranks(deepspeed_at_0, 2, path):
         assert not {name: lines for name, lines in found.items() if lines}
-
-
-@pytest.mark.parametrize(
-    ("stage", "options", "told"),
-    [
-        (2, {"engine_config": {"reshard_after_forward": True}}, "reshard_after_forward=True; leave it out"),
-        (1, {"engine_config": {"reshard_after_forward": 2}}, "reshard_after_forward=2; leave it out"),
-        (0, {"engine_config": {"replicate": 2}}, "zero_stage=0 shards nothing.* engine_config has replicate"),
-        (0, {"expert_parallel": 2}, "zero_stage=0 shards nothing.* experts or tensors"),
-    ],
-)
-def test_settings_that_contradict_the_stage(
-    stage: int, options: dict[str, Any], told: str, checkpoints: TinyCheckpoints
-) -> None:
-    path = checkpoints("qwen3_moe")
-    with pytest.raises(ConfigError, match=told):
-        zerostart.plan(path, world_size=4, engine="fsdp2", zero_stage=stage, **options)
