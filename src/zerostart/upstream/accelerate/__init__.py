@@ -1,1 +1,1 @@
-"""What is touched of accelerate."""
+"""Private parts of accelerate."""

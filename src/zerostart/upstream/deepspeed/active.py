@@ -1,4 +1,4 @@
-"""Private parts of DeepSpeed, transformers and accelerate: which ZeRO configuration is active, if any."""
+"""Find the active ZeRO configuration of DeepSpeed, transformers and accelerate."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ _MODULE = "deepspeed.runtime.zero.partition_parameters"
 
 @functools.cache
 def require() -> None:
-    """Raise UnsupportedVersionError unless what this file looks at is there; imports DeepSpeed."""
+    """Raise UnsupportedVersionError unless DeepSpeed is as expected; imports it."""
     demand(TOUCHED)
 
 
 def open_init_dtype() -> torch.dtype | None:
-    """The dtype of the ``zero.Init`` context that is open, None if none is."""
+    """Return the dtype of the open ``zero.Init`` context, or None."""
     module: ModuleType | None = sys.modules.get(_MODULE)
     if module is None or not module.zero_init_context or module.top_level_context is None:
         return None
@@ -59,23 +59,23 @@ def open_init_dtype() -> torch.dtype | None:
 
 
 def active_config() -> Mapping[str, object] | None:
-    """Return the configuration that models are to be built for; None with ``zero3_init_flag=False``."""
+    """Return the active configuration; None with ``zero3_init_flag=False``."""
     from transformers.integrations.deepspeed import deepspeed_config
 
     plugin = _plugin()
     config: DeepSpeedConfig | None = deepspeed_config()
     if config is None and plugin is not None:
         config = plugin.deepspeed_config
-    return None if config_stage(config) == 3 and not _wanted(plugin) else config
+    return None if config_stage(config) == 3 and not _is_wanted(plugin) else config
 
 
 def config_stage(config: DeepSpeedConfig | None) -> int:
-    """The ZeRO stage that a configuration asks for, 0 where it asks for none."""
+    """Return the ZeRO stage of a configuration, 0 by default."""
     stage = ((config or {}).get("zero_optimization") or {}).get("stage", 0)
     return stage if isinstance(stage, int) else 0
 
 
-def _wanted(plugin: DeepSpeedPlugin | None) -> bool:
+def _is_wanted(plugin: DeepSpeedPlugin | None) -> bool:
     if plugin is not None:
         return bool(plugin.zero3_init_flag)
     launched = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
@@ -87,7 +87,7 @@ def _plugin() -> DeepSpeedPlugin | None:
         return None
     from accelerate.state import AcceleratorState
 
-    # Asked first: to make an AcceleratorState would be to start accelerate.
+    # A new AcceleratorState would start accelerate.
     if AcceleratorState._shared_state:
         return AcceleratorState().deepspeed_plugin
     from transformers.integrations.deepspeed import deepspeed_config

@@ -1,6 +1,6 @@
-"""Private parts of DeepSpeed: the step of its engine's constructor that gets the model first.
+"""Check and prepare a loaded model at the start of DeepSpeed's engine.
 
-It refuses an engine of another ZeRO stage, and keeps slices (AutoTP) and experts (AutoEP) of the load.
+An engine of another ZeRO stage is refused; slices (AutoTP) and experts (AutoEP) of the load are kept.
 """
 
 from __future__ import annotations
@@ -60,24 +60,24 @@ _SUMS = Use(
     "its mark tells which whole parameters have gradients that ranks add up",
 )
 
-#: On a model in slices: how many ranks share its tensors, by which rules.
+#: Attribute of a sliced model: the number of ranks that share its tensors, and the rules.
 _SLICED = "_zerostart_tensors"
 _SUMMED = "_ds_grad_allreduce_registered"
 _DECIDING = ("preset_model", "partition_config", "vocab_parallel_lm_head")
 
-#: Says of a number whether an engine of that ZeRO stage takes the model.
+#: Returns True if an engine of this ZeRO stage accepts the model.
 Takes = Callable[[int], bool]
 _loaded: weakref.WeakKeyDictionary[nn.Module, tuple[str, Takes]] = weakref.WeakKeyDictionary()
 
 
 def keep_stage(model: nn.Module, title: str, takes: Takes) -> None:
-    """Have ``deepspeed.initialize`` refuse ``model``, loaded for ``title``, where no engine takes it."""
+    """Make engines refuse ``model``, loaded for ``title``, unless ``takes(stage)``."""
     _loaded[model] = title, takes
     _seam.hold(model)
 
 
 def note_shared(parameter: Any, ranks: int) -> None:
-    """Have the engine of ``parameter``, of experts that ``ranks`` ranks share, leave them as they are."""
+    """Make the engine keep ``parameter`` of experts that ``ranks`` ranks share."""
     demand((_CONSTRUCTION, _EXPERTS), "Use engine='fsdp2'")
     parameter._zerostart_shared_expert = (ranks, _seam.ticket())
 
@@ -93,12 +93,12 @@ class TensorGroups:
         private._init_tp_mesh_device(tensor_model_parallel_size=size)
         self.tensors: dist.ProcessGroup = private.get_tensor_model_parallel_group()
         self.owners: dist.ProcessGroup = private.get_data_parallel_group()
-        # The groups are globals of the process: a second call gives those of the first.
-        made = dist.get_world_size(self.tensors)
-        if made != size:
+        # DeepSpeed creates these groups once in a process.
+        existing = dist.get_world_size(self.tensors)
+        if existing != size:
             raise EngineError(
-                f"tensor_parallel={size}, but this process has made groups of {made} ranks before, "
-                f"which DeepSpeed cannot change; use tensor_parallel={made}, or another process"
+                f"tensor_parallel={size}, but this process has made groups of {existing} ranks before, "
+                f"which DeepSpeed cannot change; use tensor_parallel={existing}, or another process"
             )
 
 
@@ -114,19 +114,19 @@ class _Mark:
 
 
 def mark_sliced(model: nn.Module, size: int, section: DeepSpeedConfig, groups: TensorGroups) -> None:
-    """Have the engine of ``model`` share tensors over ``size`` ranks, as long as the model lives."""
+    """Make the engine of ``model`` share tensors over ``size`` ranks."""
     demand((_CONSTRUCTION, _SHARED, _GROUPS, _SUMS), "Use engine='fsdp2'")
     for name in slices_of(model):
-        # AutoTP forgets it of embeddings, such as T5's of relative positions.
+        # AutoTP does not mark embeddings, such as T5's relative positions.
         sliced: Any = model.get_parameter(name)
         sliced.tensor_model_parallel = True
-    told = {key: section[key] for key in _DECIDING if section.get(key) is not None}
+    rules = {key: section[key] for key in _DECIDING if section.get(key) is not None}
     marked: object = model
-    marked.__dict__[_SLICED] = _Mark(size, told, groups.tensors, _seam.ticket())
+    marked.__dict__[_SLICED] = _Mark(size, rules, groups.tensors, _seam.ticket())
 
 
 def restore_hooks(model: nn.Module) -> None:
-    """Have gradients that are partial on each rank summed, as the parameters that were replaced had it."""
+    """Register the hooks again that sum partial gradients over ranks."""
     mark = _marked(model)
     for parameter in model.parameters():
         if mark is not None and getattr(parameter, _SUMMED, False) and parameter.requires_grad:
@@ -141,8 +141,8 @@ def _summed(group: dist.ProcessGroup, gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _marked(model: object) -> _Mark | None:
-    found: _Mark | None = getattr(model, "__dict__", {}).get(_SLICED)
-    return found
+    mark: _Mark | None = getattr(model, "__dict__", {}).get(_SLICED)
+    return mark
 
 
 def _enter(stack: ExitStack) -> None:
@@ -153,7 +153,7 @@ def _enter(stack: ExitStack) -> None:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     def configure(original: Function, engine: Any, model: nn.Module, *args: Any, **kwargs: Any) -> object:
-        if not wrong:  # What slices and experts need does not depend on it.
+        if not wrong:
             _check_stage(engine.zero_optimization_stage(), model)
         _open_placeholders(model)
         _take_slices(engine, model)
@@ -197,7 +197,7 @@ def _take_slices(engine: DeepSpeedEngine, model: nn.Module) -> None:
         mark = _marked(module)
         if mark is not None:
             _agree(engine._config.tensor_parallel_config, mark)
-            parsed: Any = model  # It may be a module around the one that was loaded.
+            parsed: Any = model  # It may wrap the loaded model.
             parsed.ds_autotp_parsed = True
 
 
@@ -209,9 +209,9 @@ def _agree(config: TPTrainingConfig, mark: _Mark) -> None:
             f"the model was loaded with tensor_parallel={mark.size}, but the configuration of "
             f"deepspeed.initialize has autotp_size={config.autotp_size}; use one number for both"
         )
-    asked = {key: value for key in _DECIDING if (value := getattr(config, key)) is not None}
-    if asked and asked != mark.rules:
-        names = ", ".join(key for key in _DECIDING if asked.get(key) != mark.rules.get(key))
+    configured = {key: value for key in _DECIDING if (value := getattr(config, key)) is not None}
+    if configured and configured != mark.rules:
+        names = ", ".join(key for key in _DECIDING if configured.get(key) != mark.rules.get(key))
         raise EngineError(
             f"the tensor_parallel section of deepspeed.initialize has another {names} than the "
             "model was loaded with; pass the same configuration to both"
@@ -239,7 +239,7 @@ _CONSOLIDATED = Use(
 
 
 def check_called(module: nn.Module) -> None:
-    """Raise EngineError for a call of a module whose partitions nothing gathers."""
+    """Raise EngineError if nothing gathers the partitions of a called module."""
     if hasattr(module, "ds_id") or not _are_registered():
         return
     for name, inner in module.named_modules():
@@ -265,16 +265,15 @@ def _is_hollow(parameter: Any) -> bool:
 
 
 _NAME = "_zerostart_name"
-#: The placeholder whose ``data`` a tensor is.
+#: Placeholders by the tensors that are their ``data``.
 _placeholders: Any = WeakIdKeyDictionary()
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-_MOVING = ("deepspeed", "torch", "zerostart")
-#: Functions that may return their argument itself, and need no elements.
+#: Functions that may return their argument itself and need no elements.
 _WHOLE = ("contiguous", "detach", "to")
 
 
 def keep_edits(model: nn.Module) -> None:
-    """Refuse edits of the empty placeholders of ``model``, which would be lost, until the engine starts."""
+    """Refuse edits of empty placeholders, which would be lost, until the engine starts."""
     parameters: dict[str, Any] = dict(model.named_parameters())
     for name, parameter in parameters.items():
         if type(parameter) is nn.Parameter and _is_hollow(parameter):
@@ -292,7 +291,7 @@ def _open_placeholders(model: nn.Module) -> None:
 
 def _check_state_dict(module: nn.Module, state: Mapping[str, torch.Tensor], prefix: str, *_: object) -> None:
     for leaf, parameter in module._parameters.items():
-        # DeepSpeed's own load_checkpoint passes placeholders, too, which are empty.
+        # DeepSpeed's load_checkpoint passes empty placeholders.
         if prefix + leaf in state and state[prefix + leaf].numel() and _is_hollow(parameter):
             _refuse(getattr(parameter, _NAME, prefix + leaf))
 
@@ -305,7 +304,7 @@ def _refuse(name: str) -> NoReturn:
 
 
 class _Values(torch.Tensor):
-    """The ``data`` of a placeholder."""
+    """``data`` of a placeholder."""
 
     @classmethod
     def __torch_function__(
@@ -315,19 +314,19 @@ class _Values(torch.Tensor):
         target = edited_argument(args, kwargs)
         name = getattr(function, "__name__", "")
         caller = sys._getframe(1).f_globals["__name__"]
-        # Initialisers ask for the shape, and would blame it.
-        asked = name in ("dim", "ndimension") and caller == "torch.nn.init"
+        # Initialisers would report a wrong shape.
+        is_shape_check = name in ("dim", "ndimension") and caller == "torch.nn.init"
         with torch._C.DisableTorchFunctionSubclass():
             if is_edit(name, kwargs) and isinstance(target, list | tuple):  # such as ``_foreach_zero_``
                 target = next((one for one in target if _is_hollow(_placeholder_of(one))), None)
             parameter = _placeholder_of(target)
             if not _is_hollow(parameter):
                 return function(*args, **kwargs)
-            # DeepSpeed puts its own memory there, and torch's ``Module.to`` an empty tensor.
+            # DeepSpeed assigns its memory, and torch's ``Module.to`` an empty tensor.
             assigned = function == _SET_DATA and not caller.startswith(
                 ("deepspeed.", "zerostart.", "torch.nn.")
             )
-            if asked or assigned or is_edit(name, kwargs) or _is_view(name):
+            if is_shape_check or assigned or is_edit(name, kwargs) or _is_view(name):
                 _refuse(getattr(parameter, _NAME, "a parameter"))
             result = function(*args, **kwargs)
             if type(result) is torch.Tensor and shares_storage(result, target):
@@ -359,7 +358,7 @@ class _Placeholder(nn.Parameter):
 def _is_view(name: str) -> bool:
     returned = [each._schema.returns for each in overloads(name) if name not in _WHOLE]
     aliases = [r[0].alias_info for r in returned if r]
-    # What is written in place (``requires_grad_``) is no view.
+    # The result of an operation in place (``requires_grad_``) is no view.
     return name == "__getitem__" or any(alias is not None and not alias.is_write for alias in aliases)
 
 
@@ -390,7 +389,7 @@ Whole = Callable[[torch.nn.Module, bool], object]
 
 
 class Consolidation(RefCountedPatches):
-    """Asks ``whole`` first, while one of the models that it is held for lives; others are as before."""
+    """Calls ``whole`` first for the held models."""
 
     def __init__(self, whole: Whole) -> None:
         super().__init__(self._enter)

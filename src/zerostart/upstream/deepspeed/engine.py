@@ -1,4 +1,4 @@
-"""Private parts of DeepSpeed: the engine of a model, what it counts, and where in a window it is."""
+"""Counters, gradient accumulation and masters of a DeepSpeed engine."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 def engine_of(model: object) -> DeepSpeedEngine | None:
-    """The DeepSpeed engine that ``model`` is, under ``torch.compile`` or not; None for other models."""
+    """Return ``model``, compiled or not, as a DeepSpeed engine; None if it is none."""
     runtime = sys.modules.get("deepspeed.runtime.engine")
     while model is not None and runtime is not None:
         if isinstance(model, runtime.DeepSpeedEngine):
@@ -73,7 +73,7 @@ def _concerning(engine: DeepSpeedEngine) -> tuple[Use, ...]:
 
 
 def check_engine_given(parameters: Iterable[torch.Tensor]) -> None:
-    """Raise ConfigError if a DeepSpeed engine trains ``parameters``: that is to be given, not the model."""
+    """Raise ConfigError if a DeepSpeed engine trains ``parameters``."""
     if any(
         optimizer_of(parameter) is not None or getattr(parameter, "_hp_mapping", None) is not None
         for parameter in parameters
@@ -85,29 +85,29 @@ def check_engine_given(parameters: Iterable[torch.Tensor]) -> None:
 
 
 def engine_stage(engine: DeepSpeedEngine) -> int:
-    """The ZeRO stage at which an engine runs."""
+    """Return the ZeRO stage of an engine."""
     return int(engine.zero_optimization_stage())
 
 
 def counters(engine: DeepSpeedEngine) -> dict[str, Any]:
-    """What the engine counts and how its losses are scaled now, as JSON values."""
-    found: dict[str, Any] = {name: getattr(engine, name) for name in _COUNTERS}
-    found["scale"] = {
+    """Return the counters and the loss scale of an engine as JSON values."""
+    result: dict[str, Any] = {name: getattr(engine, name) for name in _COUNTERS}
+    result["scale"] = {
         name: float(value) if isinstance(value, torch.Tensor) else value
         for name in _SCALE
         if (value := getattr(_scaler(engine), name, None)) is not None
     }
-    return found
+    return result
 
 
 def set_counters(engine: DeepSpeedEngine, saved: Mapping[str, Any]) -> None:
-    """Put back what ``counters`` gave; what this engine does not have is left out."""
+    """Restore the values of ``counters``; ignore those that this engine does not have."""
     scaler = _scaler(engine)
     for owner, names, values in ((engine, _COUNTERS, saved), (scaler, _SCALE, saved.get("scale", {}))):
         for name in names:
             if hasattr(owner, name) and name in values:
                 setattr(owner, name, values[name])
-    if "window" not in saved:  # The next one begins here, however many batches this engine puts into one.
+    if "window" not in saved:  # Begin a new window.
         engine.micro_steps += -engine.micro_steps % engine.gradient_accumulation_steps()
 
 
@@ -117,19 +117,19 @@ def _scaler(engine: DeepSpeedEngine) -> object:
 
 
 def is_window_open(engine: DeepSpeedEngine) -> bool:
-    """Whether gradients have been accumulated that no step has taken yet."""
+    """Return True if a step has not used all accumulated gradients yet."""
     if base_optimizer(engine) is None:
         return False
     if not engine.managed_gradient_accumulation():
         return bool(engine._unmanaged_backward_count)
     if engine._is_gradient_accumulation_boundary is not None:
-        # The caller says where windows end, as accelerate does, which steps the engine there alone.
+        # accelerate sets it, and steps the engine only at the end of a window.
         return not engine._is_gradient_accumulation_boundary
     return bool(engine.micro_steps % engine.gradient_accumulation_steps())
 
 
 def window(engine: DeepSpeedEngine) -> dict[str, Any]:
-    """Where stages 2 and 3 are in an open window, as JSON values."""
+    """Return the position of stages 2 and 3 in an open window as JSON values."""
     wrapper = optimizer_of_engine(engine)
     return {
         "micro_step_id": wrapper.micro_step_id,
@@ -140,7 +140,7 @@ def window(engine: DeepSpeedEngine) -> dict[str, Any]:
 
 
 def set_window(engine: DeepSpeedEngine, saved: Mapping[str, Any]) -> None:
-    """Put back what ``window`` gave."""
+    """Restore the values of ``window``."""
     wrapper = optimizer_of_engine(engine)
     wrapper.micro_step_id = saved["micro_step_id"]
     wrapper._epilogue_ran_this_backward = saved["epilogue_ran"]
@@ -148,12 +148,12 @@ def set_window(engine: DeepSpeedEngine, saved: Mapping[str, Any]) -> None:
 
 
 def drop_gathered(parameters: Iterable[Any]) -> None:
-    """Drop gathered copies of ZeRO-3 parameters whose partitions have changed; others are left alone."""
+    """Free gathered copies of ZeRO-3 parameters whose partitions have changed."""
     module: ModuleType | None = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
     for parameter in parameters:
         if module is None or not hasattr(parameter, "ds_id"):
             continue
-        # ZeRO++'s copy among a few ranks is of the old values, and is what the next gather would read.
+        # The next gather would read the old values from ZeRO++'s copy.
         if getattr(parameter, "ds_secondary_tensor", None) is not None:
             parameter.ds_secondary_tensor = None
         if parameter.ds_status == module.ZeroParamStatus.AVAILABLE:
@@ -162,17 +162,17 @@ def drop_gathered(parameters: Iterable[Any]) -> None:
 
 _MODULE = "deepspeed.runtime.zero.partition_parameters"
 
-#: Offset in what this rank holds of the parameter, and its 1-D master from there.
+#: First element in this rank's part of a parameter, and its 1-D master from there on.
 Master = tuple[int, torch.Tensor]
 
 
 def has_own_values(parameter: torch.Tensor) -> bool:
-    """Whether ``parameter`` is of an expert of DeepSpeed's, with other values on other ranks."""
+    """Return True for a parameter of an expert, with other values on other ranks."""
     return not getattr(parameter, "allreduce", True)
 
 
 def check_editable(parameter: torch.Tensor, name: str) -> None:
-    """Raise ConfigError where the values that are trained are not where they are changed."""
+    """Raise ConfigError if the engine has moved the trained values."""
     if getattr(optimizer_of(parameter), "offloaded_states", None):
         raise ConfigError(
             f"{name} cannot be changed after engine.offload_states() has moved the engine's state; "
@@ -182,7 +182,7 @@ def check_editable(parameter: torch.Tensor, name: str) -> None:
 
 @contextlib.contextmanager
 def master_of(parameter: torch.Tensor) -> Iterator[Master | None]:
-    """Yield the master of this rank's share, to edit in place; every rank with a share must come here."""
+    """Yield the master of this rank's share, to edit in place; call it on every rank."""
     if "deepspeed" not in sys.modules:
         yield None
     elif hasattr(parameter, "ds_id"):
@@ -207,10 +207,10 @@ def master_of(parameter: torch.Tensor) -> Iterator[Master | None]:
 
 
 def optimizer_of(parameter: torch.Tensor) -> ZeROOptimizer | None:
-    """DeepSpeed's optimizer of a parameter, once there is one that is known here; None for others."""
+    """Return DeepSpeed's optimizer of a parameter, or None."""
     if hasattr(parameter, "ds_id"):
         return getattr(parameter, "_z3_optimizer", None)
-    # Stages 1 and 2: nothing on the parameter itself leads to the optimizer, our keeper does.
+    # Stages 1 and 2: DeepSpeed does not refer to the optimizer on the parameter.
     mark = marked(parameter)
     reference = None if mark is None else mark.keeper.optimizer
     return None if reference is None else reference()
@@ -221,9 +221,9 @@ def _partitioned(parameter: Any) -> Iterator[Master | None]:
     module: ModuleType = sys.modules[_MODULE]
     optimizer = optimizer_of(parameter)
     if optimizer is None or optimizer.get_param_id(parameter) not in optimizer.grad_position:
-        yield None  # Not started, or frozen: what the partition holds is all there is.
+        yield None  # Not started, or frozen: there is no master.
     else:
-        # Held until the block ends, so that an edit of a swapped master is written back.
+        # Keep the buffers: an edit of a swapped master is written back below.
         values, group = optimizer._get_fp32_opt_state_partition(parameter, release_swap_buffers=False)
         try:
             yield 0, values.detach()
@@ -231,6 +231,6 @@ def _partitioned(parameter: Any) -> Iterator[Master | None]:
             if optimizer._swappable_optimizer_subgroup(group):
                 optimizer._optimizer_states_and_gradient_swap_out(group)
     if getattr(parameter, "ds_secondary_tensor", None) is not None:
-        parameter.ds_secondary_tensor = None  # Made again of what the next forward gathers.
+        parameter.ds_secondary_tensor = None  # The next forward makes it again.
     if parameter.ds_status == module.ZeroParamStatus.AVAILABLE:
         module.free_param(parameter)  # Gathered again when a module needs it.

@@ -1,4 +1,4 @@
-"""Private parts of DeepSpeed: process groups of experts, and the marks that put a parameter in one."""
+"""Process groups of experts in DeepSpeed, and marks of their parameters."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ TOUCHED = (_GROUPS, _PARTITIONED, _MARKS)
 
 
 def require_groups() -> None:
-    """Raise UnsupportedVersionError unless DeepSpeed has what is used of it."""
+    """Raise UnsupportedVersionError unless the expert groups are as expected."""
     upstream.require()
     demand((_GROUPS, _PARTITIONED))
 
 
 class ExpertGroups:
-    """This rank's group that has all experts together, and its group with the same ones. Collective."""
+    """Create this rank's groups: ranks that share experts, and owners of the same experts."""
 
     def __init__(self, expert_parallel: int) -> None:
         upstream.join_group()
@@ -61,29 +61,25 @@ class ExpertGroups:
 
 
 def mark_expert(parameter: Any, groups: ExpertGroups) -> None:
-    """Have ``parameter``, not converted yet, partitioned and its gradient reduced among its owners."""
+    """Partition ``parameter``, not converted yet, among the owners of its experts."""
     parameter.ds_zero_placement_family = "autoep_expert"
     parameter.ds_zero_partition_group_name = groups.name
     parameter.ds_zero_partition_process_group = groups.owners
 
 
-# DeepSpeed takes a parameter with ``allreduce=False`` and a ``group_name`` for an expert, also in modules of
-# others, if the engine has MoE layers and the optimizer has named groups of experts (``zero12_groups.py``).
-
-
 def mark_flat_expert(parameter: Any, groups: ExpertGroups) -> None:
-    """Have the optimizer state of ``parameter`` partitioned, and its gradient reduced, among its owners."""
+    """Partition the optimizer state of ``parameter`` among the owners of its experts."""
     demand((_MARKS, OWN_STATE_DICT, *GROUPING), "Use zero_stage=3")
     parameter.allreduce = False
     parameter.group_name = groups.name
     parameter.tensor_model_parallel = True
-    mark_expert_of(parameter, _held.ticket())
+    mark_expert_of(parameter, _marks.ticket())
 
 
 def _enter(stack: ExitStack) -> None:
-    for held in (grouping, own_state_dicts):
-        held.open()
-        stack.callback(held.close)
+    for patches in (grouping, own_state_dicts):
+        patches.open()
+        stack.callback(patches.close)
 
 
-_held = RefCountedPatches(_enter)
+_marks = RefCountedPatches(_enter)

@@ -1,4 +1,4 @@
-"""Private parts of DeepSpeed: the swap files of ZeRO-3 parameters that live on NVMe."""
+"""Swap files of DeepSpeed for ZeRO-3 parameters on NVMe."""
 
 from __future__ import annotations
 
@@ -36,21 +36,20 @@ TOUCHED = (
 
 
 def check_swapping() -> None:
-    """Raise EngineError unless DeepSpeed's asynchronous input and output can be built on this host."""
+    """Raise EngineError unless DeepSpeed's async_io operation can be built here."""
     demand(TOUCHED)
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     if not AsyncIOBuilder().is_compatible(verbose=False):
         raise EngineError(
             "offload_param to nvme needs DeepSpeed's async_io operation, which cannot be built here: "
-            "libaio "
-            "and its headers are missing. Install them (libaio-dev on Debian and Ubuntu, libaio-devel on "
-            "Fedora), or offload to cpu"
+            "libaio and its headers are missing. Install them (libaio-dev on Debian and Ubuntu, "
+            "libaio-devel on Fedora), or offload to cpu"
         )
 
 
 def swaps(init: Init, numel: int) -> bool:
-    """Whether ``zero.Init`` keeps a partition of ``numel`` elements on NVMe; small ones stay in memory."""
+    """Return True if ``zero.Init`` keeps a partition of ``numel`` elements on NVMe."""
     swapper = init.param_swapper
     return swapper is not None and bool(swapper.swappable_tensor(numel=numel))
 
@@ -79,7 +78,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def _reserve(path: Path, nbytes: int) -> None:
-    # Reserved and not left sparse: a mapping that finds the device full ends the process with a signal.
+    # A sparse file would end the process with a signal when the device is full.
     try:
         with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
             os.posix_fallocate(file.fileno(), 0, nbytes)
@@ -93,7 +92,7 @@ def _reserve(path: Path, nbytes: int) -> None:
 def leave_on_nvme(
     init: Init, parameter: ZeroParameter, partition: ZeroPartition, status: type[PartitionedParamStatus]
 ) -> None:
-    """Make ``partition``, a tensor object without data, stand for the parameter's swap file."""
+    """Let ``partition``, a tensor without data, represent the parameter's swap file."""
     from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
     swapper = init.param_swapper
@@ -104,23 +103,22 @@ def leave_on_nvme(
 
 
 def write_through(init: Init, parameters: Sequence[torch.Tensor]) -> None:
-    """Write the swap files of ``parameters`` to the device. Raises WriteError where that fails."""
+    """Flush the swap files of ``parameters`` to the device; raises WriteError."""
     for parameter in parameters:
         path = init.param_swapper.get_path(parameter, must_exist=True)
         try:
             with Path(path).open("r+b") as file:
-                # DeepSpeed reads with O_DIRECT, past the page cache that the mapping wrote to.
+                # DeepSpeed reads with O_DIRECT, not from the page cache.
                 os.fsync(file.fileno())
         except OSError as error:
             raise WriteError(f"the swap file {path} cannot be written: {error.strerror}") from error
 
 
 def current_partition(parameter: ZeroParameter, status: type[PartitionedParamStatus]) -> torch.Tensor:
-    """The partition's values wherever they are: in a buffer, or in the swap file, mapped."""
+    """Return the values of a partition from its buffer or its mapped swap file."""
     partition: torch.Tensor = parameter.ds_tensor
     swapper = parameter.nvme_swapper
     if parameter.ds_tensor.status == status.INFLIGHT:
-        # A read that is under way fills a buffer that is not to be looked at before it ends.
         swapper.synchronize_reads()
     if parameter.ds_tensor.status == status.AVAILABLE:
         return partition

@@ -1,4 +1,4 @@
-"""Private parts of DeepSpeed: where its optimizers keep masters, moments and reduced gradients."""
+"""Find masters, moments and reduced gradients in the optimizers of DeepSpeed."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ TOUCHED = (
 
 
 def optimizer_of_engine(engine: DeepSpeedEngine) -> Any:
-    """DeepSpeed's optimizer of an engine; None for an engine without one, which only evaluates."""
-    found = engine.optimizer
-    return None if found is None or not hasattr(found, "param_groups") else found
+    """Return DeepSpeed's optimizer of an engine; None if the engine only evaluates."""
+    optimizer = engine.optimizer
+    return None if optimizer is None or not hasattr(optimizer, "param_groups") else optimizer
 
 
 def base_optimizer(engine: DeepSpeedEngine) -> torch.optim.Optimizer | None:
-    """The torch optimizer that steps, inside DeepSpeed's; None where an engine has none."""
+    """Return the torch optimizer inside DeepSpeed's, or None."""
     wrapper = optimizer_of_engine(engine)
     if wrapper is None or isinstance(wrapper, torch.optim.Optimizer):
         return wrapper
@@ -56,7 +56,7 @@ def base_optimizer(engine: DeepSpeedEngine) -> torch.optim.Optimizer | None:
 
 
 def check_movable(engine: DeepSpeedEngine) -> None:
-    """Raise ConfigError or EngineError for a state that is not where it can be read and written."""
+    """Raise ConfigError or EngineError for a state that cannot be read and written."""
     wrapper = optimizer_of_engine(engine)
     if getattr(wrapper, "offloaded_states", None):
         raise ConfigError(
@@ -76,7 +76,7 @@ def check_movable(engine: DeepSpeedEngine) -> None:
 
 
 def steps_of(engine: DeepSpeedEngine) -> list[Stepped]:
-    """List what the optimizer of an engine steps, in the order of its groups; equally long on all ranks."""
+    """List the stepped tensors of an engine by group; the same number on all ranks."""
     wrapper, base = optimizer_of_engine(engine), base_optimizer(engine)
     if wrapper is None or base is None:
         return []
@@ -93,7 +93,7 @@ def steps_of(engine: DeepSpeedEngine) -> list[Stepped]:
 
 def masters_of(wrapper: Any) -> Iterator[Stepped]:
     """Yield the masters of an optimizer of DeepSpeed; none if the optimizer is unknown."""
-    # By attributes: the modules of the classes import what this machine may lack. Stage 3, 1 and 2, then 0.
+    # The classes' modules may import packages that are not installed. Stage 3, then 1 and 2, then 0.
     if hasattr(wrapper, "fp32_partitioned_groups_flat"):
         yield from _partitioned(wrapper, wrapper.optimizer)
     elif hasattr(wrapper, "single_partition_of_fp32_groups") or hasattr(
@@ -153,14 +153,14 @@ def _in_groups(wrapper: DeepSpeedOptimizer, base: torch.optim.Optimizer) -> Iter
 def gradients(
     engine: DeepSpeedEngine, steps: Sequence[Stepped], make: bool = False
 ) -> list[torch.Tensor] | None:
-    """Return the reduced gradients of an open window by member; ``make`` creates zeros. None if unreduced."""
+    """Return the reduced gradients of an open window, or None; ``make`` creates zeros."""
     wrapper = optimizer_of_engine(engine)
     if hasattr(wrapper, "grad_partitions_flat_buffer"):
         counts = [member.count for step in steps for member in step.members]
         # One buffer in the order of the sub-groups, with padding at the end.
         buffer: torch.Tensor = wrapper.grad_partitions_flat_buffer
         return list(torch.split(buffer[: sum(counts)], counts))
-    # Stage 1, and stage 2 with offload, have nothing reduced before the step that could be saved.
+    # Stage 1, and stage 2 with offload, reduce gradients only in the step.
     if not getattr(wrapper, "partition_gradients", False) or wrapper.cpu_offload:
         return None
     return [part for step in steps for part in _reduced(wrapper, step, make)]
@@ -175,10 +175,10 @@ def _reduced(wrapper: DeepSpeedOptimizer, step: Stepped, make: bool) -> Iterator
     parameters = wrapper.params_in_partition[number]
     if make:
         dtype = wrapper.gradient_accumulation_dtype
-        made = [torch.zeros_like(p, dtype=dtype, requires_grad=False) for p in parameters]
-        wrapper.all_grad_tensors[number] = made
-    held = {id(p): g for p, g in zip(parameters, wrapper.all_grad_tensors[number], strict=True)}
+        zeros = [torch.zeros_like(p, dtype=dtype, requires_grad=False) for p in parameters]
+        wrapper.all_grad_tensors[number] = zeros
+    gradients_by_id = {id(p): g for p, g in zip(parameters, wrapper.all_grad_tensors[number], strict=True)}
     for member in step.members:
         first = member.first or 0
-        whole = held.get(id(member.parameter), member.parameter).detach().view(-1)
+        whole = gradients_by_id.get(id(member.parameter), member.parameter).detach().view(-1)
         yield whole[first : first + member.count]

@@ -1,7 +1,6 @@
-"""Private parts of DeepSpeed's automatic tensor parallelism (AutoTP): its layers, made on meta.
+"""Slice a model on meta by DeepSpeed's automatic tensor parallelism (AutoTP).
 
-``_apply_autotp_partitioning`` runs on a model on meta, and each parameter then says what was sliced:
-DeepSpeed alone decides.
+``_apply_autotp_partitioning`` runs on the model and writes metadata about the slices to each parameter.
 """
 
 from __future__ import annotations
@@ -77,13 +76,13 @@ TOUCHED = (
 
 @functools.cache
 def require_layers() -> None:
-    """Raise UnsupportedVersionError unless DeepSpeed has what is used of it."""
+    """Raise UnsupportedVersionError unless AutoTP is as expected."""
     upstream.import_deepspeed()
     demand(TOUCHED, "Use engine='fsdp2'")
 
 
-class _Asked:
-    local_rank = -1  # No device is to be chosen.
+class _EngineStandIn:
+    local_rank = -1  # Choose no device.
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -96,14 +95,13 @@ class _Asked:
 
 
 def described(model: nn.Module, size: int, section: DeepSpeedConfig) -> dict[str, Slice]:
-    """Return what DeepSpeed slices of ``model`` (on meta, spent afterwards) for ``size`` ranks, by name."""
+    """Return the slices of ``model`` (on meta, unusable afterwards) for ``size`` ranks."""
     require_layers()
     from deepspeed.module_inject import layers
 
-    # A global of DeepSpeed's, which describing a model must leave as it was.
     mode = layers.get_auto_tp_mode()
     try:
-        with _played(size):
+        with _simulate_ranks(size):
             _partition(model, size, section)
     finally:
         layers.set_autotp_mode(mode == layers.AUTOTP_MODE.TRAINING)
@@ -111,23 +109,23 @@ def described(model: nn.Module, size: int, section: DeepSpeedConfig) -> dict[str
 
 
 def sliced(model: nn.Module, size: int, section: DeepSpeedConfig) -> None:
-    """Leave this rank's slices of ``model`` (on meta) in DeepSpeed's layers; needs the joined groups."""
-    # What is no parameter has its values by now, and layers that take a buffer over take it to meta.
+    """Replace the layers of ``model`` (on meta) by DeepSpeed's with this rank's slices."""
+    # Buffers have their values already, and DeepSpeed's layers would move them to meta.
     from deepspeed.module_inject.layers import LinearAllreduce
 
     buffers = dict(model.named_buffers())
     _partition(model, size, section)
     for module in model.modules():
         if isinstance(module, LinearAllreduce):
-            module.register_forward_hook(_own)
+            module.register_forward_hook(_copy_view)
     for name, buffer in model.named_buffers():
         if buffer.is_meta and name in buffers:
             owner, _, leaf = name.rpartition(".")
             model.get_submodule(owner)._buffers[leaf] = buffers[name]
 
 
-def _own(module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
-    """Return an output that a model such as Falcon may add to in place."""
+def _copy_view(module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
+    """Copy a view: models such as Falcon add to the output in place."""
     return output.clone() if output._is_view() else output
 
 
@@ -140,7 +138,7 @@ def rules_of_plan(plan: Mapping[str, str]) -> dict[str, object]:
         specs = TPPlanConverter.convert(dict(plan)) or []
     except ValueError as error:
         raise ConfigError(f"engine_config['tp_plan']: {error}") from error
-    found = [
+    layers = [
         {
             "patterns": spec.patterns,
             "partition_type": spec.partition_type.value,
@@ -149,7 +147,7 @@ def rules_of_plan(plan: Mapping[str, str]) -> dict[str, object]:
         }
         for spec in specs
     ]
-    return {"partition_config": {"use_default_specs": False, "layer_specs": found}}
+    return {"partition_config": {"use_default_specs": False, "layer_specs": layers}}
 
 
 def _partition(model: nn.Module, size: int, section: DeepSpeedConfig) -> None:
@@ -163,10 +161,8 @@ def _partition(model: nn.Module, size: int, section: DeepSpeedConfig) -> None:
     kind = type(model).__name__
     device = replaced(get_accelerator(), "current_device_name", lambda *_: "meta")
     try:
-        # It prints what it has registered; new layers are to take no memory.
         with contextlib.redirect_stdout(io.StringIO()), device, torch.device("meta"):
-            # The method of the class with a stand-in for ``self``: there is no engine yet.
-            engine._apply_autotp_partitioning(_Asked(size), model, config)
+            engine._apply_autotp_partitioning(_EngineStandIn(size), model, config)
     except (ValueError, NotImplementedError, AssertionError, RuntimeError) as error:
         raise ConfigError(
             f"tensor_parallel={size}: DeepSpeed does not shard {kind} over ranks: {error} Use "
@@ -186,7 +182,7 @@ def _config(size: int, section: DeepSpeedConfig) -> TPTrainingConfig:
 
 
 @contextlib.contextmanager
-def _played(size: int) -> Iterator[None]:
+def _simulate_ranks(size: int) -> Iterator[None]:
     import deepspeed.comm as comm
     from deepspeed.utils import groups
 
@@ -200,12 +196,9 @@ def _played(size: int) -> Iterator[None]:
         yield
 
 
-_LAYERS = "deepspeed.module_inject.layers"
-
-
 @dataclass(frozen=True)
 class Slice:
-    """What the ranks have of a parameter."""
+    """Ranges of dimension ``dim`` of a parameter, for each rank."""
 
     shape: tuple[int, ...]
     dim: int
@@ -214,38 +207,37 @@ class Slice:
 
 
 def slices_of(model: nn.Module) -> dict[str, Slice]:
-    """What the parameters of a model that DeepSpeed has sliced say of themselves, aliases included."""
+    """Return the slices of a model that DeepSpeed has sliced, by name with aliases."""
     from deepspeed.module_inject.layers import DS_AUTOTP_UC_META
 
-    found: dict[str, Slice] = {}
+    slices: dict[str, Slice] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        said = getattr(parameter, DS_AUTOTP_UC_META, None)
-        if said and not said["replicated"]:
-            found[name] = _slice(said)
-    return found
+        metadata = getattr(parameter, DS_AUTOTP_UC_META, None)
+        if metadata and not metadata["replicated"]:
+            slices[name] = _read_slice(metadata)
+    return slices
 
 
-def _slice(said: DeepSpeedConfig) -> Slice:
-    shape = tuple(said["original_shape"])
-    ranks = (said["conversion"].get("affine_map") or {}).get("ranks")
-    if ranks is None and said["partition_sizes"] is not None:
-        return Slice(shape, said["partition_dim"], _one_after_the_other(said["partition_sizes"]))
+def _read_slice(metadata: DeepSpeedConfig) -> Slice:
+    shape = tuple(metadata["original_shape"])
+    ranks = (metadata["conversion"].get("affine_map") or {}).get("ranks")
+    if ranks is None and metadata["partition_sizes"] is not None:
+        return Slice(shape, metadata["partition_dim"], _contiguous_ranges(metadata["partition_sizes"]))
     if ranks is None:
-        return Slice(shape, 0, (), said["unsupported_reason"] or "it does not say how")
+        return Slice(shape, 0, (), metadata["unsupported_reason"] or "it does not say how")
     ordered = [ranks[rank]["pieces"] for rank in sorted(ranks)]
     if any("scale" in piece or len(piece["locations"]) > 1 for pieces in ordered for piece in pieces):
         return Slice(shape, 0, (), "parts of it are on several ranks")
     rows = [[run for piece in pieces for run in _runs(piece)] for pieces in ordered]
     width = shape[1] if len(shape) > 1 else 1
     if len(shape) == 1 or all(n % width == 0 and at % width == 0 for runs in rows for _, at, n in runs):
-        return Slice(
-            shape, 0, tuple(_merged([(to, at // width, n // width) for to, at, n in runs]) for runs in rows)
-        )
+        whole_rows = ([(to, at // width, n // width) for to, at, n in runs] for runs in rows)
+        return Slice(shape, 0, tuple(map(_merge_runs, whole_rows)))
     first = [[(to, at, n) for to, at, n in runs if at < width] for runs in rows]
-    return Slice(shape, 1, tuple(_merged(runs) for runs in first))
+    return Slice(shape, 1, tuple(map(_merge_runs, first)))
 
 
-def _one_after_the_other(sizes: Sequence[int]) -> tuple[tuple[tuple[int, int], ...], ...]:
+def _contiguous_ranges(sizes: Sequence[int]) -> tuple[tuple[tuple[int, int], ...], ...]:
     ends = [sum(sizes[: rank + 1]) for rank in range(len(sizes))]
     return tuple(((end - n, end),) if n else () for n, end in zip(sizes, ends, strict=True))
 
@@ -254,7 +246,7 @@ def _runs(piece: DeepSpeedConfig) -> Iterator[tuple[int, int, int]]:
     shape, (at, strides), (to, places) = piece["shape"], piece["source"], piece["dest"]
     if 0 in shape:
         return
-    # From the last dimension backwards, as long as source and slice both lie without a gap: that is one run.
+    # One run covers the last dimensions that are contiguous in both the source and the slice.
     split, step = len(shape), 1
     while split and (shape[split - 1] == 1 or strides[split - 1] == places[split - 1] == step):
         split -= 1
@@ -265,11 +257,11 @@ def _runs(piece: DeepSpeedConfig) -> Iterator[tuple[int, int, int]]:
     yield from ((t, a, step) for t, a in starts)
 
 
-def _merged(runs: list[tuple[int, int, int]]) -> tuple[tuple[int, int], ...]:
-    found: list[tuple[int, int]] = []
+def _merge_runs(runs: list[tuple[int, int, int]]) -> tuple[tuple[int, int], ...]:
+    merged: list[tuple[int, int]] = []
     for _, first, count in sorted(runs):
-        if found and found[-1][1] == first:
-            found[-1] = (found[-1][0], first + count)
+        if merged and merged[-1][1] == first:
+            merged[-1] = (merged[-1][0], first + count)
         elif count:
-            found.append((first, first + count))
-    return tuple(found)
+            merged.append((first, first + count))
+    return tuple(merged)

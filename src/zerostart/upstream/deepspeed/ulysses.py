@@ -1,4 +1,4 @@
-"""Private parts of DeepSpeed: Ulysses, whose ranks share sequences, for the models that asked for it.
+"""Limit DeepSpeed's sequence parallelism (Ulysses) to the loaded models that use it.
 
 Other models, and generation with a cache, keep transformers' attention. ``sdpa`` gets the mask of the
 whole sequence, since Ulysses drops the mask of a rank's part.
@@ -36,41 +36,41 @@ TOUCHED = (_REGISTERING,)
 
 
 @dataclass(eq=False)
-class _Shared:
-    """A mark that copies of a model keep; ``apart`` while each rank has sequences of its own."""
+class _SequenceMark:
+    """Mark of a model and its copies; ``is_generating`` while ranks have different sequences."""
 
     kind: str
-    apart: bool = False
+    is_generating: bool = False
 
-    def __deepcopy__(self, memo: object) -> _Shared:
+    def __deepcopy__(self, memo: object) -> _SequenceMark:
         return self
 
 
 _ATTRIBUTE = "_zerostart_sequences"
 #: A function of transformers' registry: the module, queries, keys, values, a mask or None, and settings.
 Attention = Function
-_made: weakref.WeakSet[UlyssesSPAttentionHF] = weakref.WeakSet()
+_served: weakref.WeakSet[UlyssesSPAttentionHF] = weakref.WeakSet()
 
 
 def mask_sequences(model: nn.Module) -> None:
-    """Have Ulysses serve ``model``, and mask its sequences as if one rank had them whole."""
+    """Make Ulysses serve ``model``, with the masks of whole sequences."""
     require()
     demand(TOUCHED, "Use sequence_parallel=1")
-    _held.hold(model)
-    _take_over()
-    shared = _Shared(type(model).__name__)
+    _patches.hold(model)
+    _wrap_attention()
+    shared = _SequenceMark(type(model).__name__)
     for module in model.modules():
-        # On each module: an attention function is called with its module alone.
+        # An attention function gets only its module.
         vars(module)[_ATTRIBUTE] = shared
     model.register_forward_pre_hook(functools.partial(_begin, shared), with_kwargs=True)
     model.register_forward_hook(functools.partial(_end, shared), always_call=True)
 
 
-def _begin(shared: _Shared, model: nn.Module, _: object, kwargs: dict[str, object]) -> None:
-    shared.apart = kwargs.get("past_key_values") is not None
-    if not _made:
-        _take_over()  # Of a script that had the method before the model.
-    if not _made and not shared.apart:
+def _begin(shared: _SequenceMark, model: nn.Module, _: object, kwargs: dict[str, object]) -> None:
+    shared.is_generating = kwargs.get("past_key_values") is not None
+    if not _served:
+        _wrap_attention()  # The script may have registered before the load.
+    if not _served and not shared.is_generating:
         raise ConfigError(
             f"{shared.kind} was loaded with sequence_parallel, and its attention does not share "
             "sequences yet: call UlyssesSPAttentionHF.register_with_transformers(model, ...) and "
@@ -78,8 +78,8 @@ def _begin(shared: _Shared, model: nn.Module, _: object, kwargs: dict[str, objec
         )
 
 
-def _end(shared: _Shared, *_: object) -> None:
-    shared.apart = False
+def _end(shared: _SequenceMark, *_: object) -> None:
+    shared.is_generating = False
 
 
 def _enter(stack: ExitStack) -> None:
@@ -92,31 +92,31 @@ def _register(original: Function, cls: type, model_name_or_path: object, *args: 
     ours = not isinstance(model_name_or_path, nn.Module) or any(
         _ATTRIBUTE in vars(module) for module in model_name_or_path.modules()
     )
-    if ours and _made:
+    if ours and _served:
         kind = type(model_name_or_path).__name__
         name = model_name_or_path if isinstance(model_name_or_path, str) else kind
         raise ConfigError(
-            f"{name} cannot share sequences beside another model: DeepSpeed registers Ulysses once in a "
+            f"{name} cannot share sequences next to another model: DeepSpeed registers Ulysses once in a "
             "process. A model with as many heads of the same size is served by what is registered; use "
             "sequence_parallel=1 for others"
         )
     mpu = original(cls, model_name_or_path, *args, **kwargs)
     if ours:
-        _take_over()
+        _wrap_attention()
     return mpu
 
 
-_held = RefCountedPatches(_enter)
+_patches = RefCountedPatches(_enter)
 
 
-def _take_over() -> None:
+def _wrap_attention() -> None:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     for name, attention in list(_registered()):
         shares = ALL_ATTENTION_FUNCTIONS[name]
-        ALL_ATTENTION_FUNCTIONS[name] = _ForMarked(shares, attention, attention.attn)
-        attention.attn = _masking(attention.attn)
-        _made.add(attention)
+        ALL_ATTENTION_FUNCTIONS[name] = _MarkedAttention(shares, attention, attention.attn)
+        attention.attn = _add_masks(attention.attn)
+        _served.add(attention)
 
 
 def _registered() -> Iterator[tuple[str, UlyssesSPAttentionHF]]:
@@ -124,14 +124,14 @@ def _registered() -> Iterator[tuple[str, UlyssesSPAttentionHF]]:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     for name in ALL_ATTENTION_FUNCTIONS.valid_keys():
-        # DeepSpeed registers a closure over its object; there is no other way to that.
+        # DeepSpeed registers a closure over its object.
         for cell in getattr(ALL_ATTENTION_FUNCTIONS[name], "__closure__", None) or ():
-            with suppress(ValueError):  # of an empty one, in somebody's own function
+            with suppress(ValueError):  # an empty cell
                 if isinstance(cell.cell_contents, UlyssesSPAttentionHF):
                     yield name, cell.cell_contents
 
 
-class _ForMarked:
+class _MarkedAttention:
     def __init__(self, shares: Attention, attention: UlyssesSPAttentionHF, original: Attention) -> None:
         self._shares, self._attention, self._original = shares, attention, original
 
@@ -148,27 +148,27 @@ class _ForMarked:
         shared, known = vars(module).get(_ATTRIBUTE), self._attention
         if shared is None:
             return self._original(module, query, key, value, mask, *args, **kwargs)
-        if shared.apart or (known.disable_in_eval and not module.training):
-            # Ulysses writes it for its own heads, where there are fewer of keys than ranks.
+        if shared.is_generating or (known.disable_in_eval and not module.training):
+            # Ulysses sets it for its own heads.
             module.num_key_value_groups = query.shape[1] // key.shape[1]
             return self._original(module, query, key, value, mask, *args, **kwargs)
-        served = known.attn_head_count, known.global_kv_head_count, known.attn_head_size
-        if (query.shape[1], key.shape[1], query.shape[-1]) != served:
+        heads = known.attn_head_count, known.global_kv_head_count, known.attn_head_size
+        if (query.shape[1], key.shape[1], query.shape[-1]) != heads:
             raise ConfigError(
                 f"{shared.kind} has {query.shape[1]} query heads and {key.shape[1]} key heads of size "
-                f"{query.shape[-1]}, but Ulysses is registered in this process for {served[0]} and "
-                f"{served[1]} of size {served[2]}; use sequence_parallel=1 for one of the models"
+                f"{query.shape[-1]}, but Ulysses is registered in this process for {heads[0]} and "
+                f"{heads[1]} of size {heads[2]}; use sequence_parallel=1 for one of the models"
             )
         return self._shares(module, query, key, value, mask, *args, **kwargs)
 
 
-def _masking(attention: Attention) -> Attention:
+def _add_masks(attention: Attention) -> Attention:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    return _Masking(attention) if attention is sdpa_attention_forward else attention
+    return _MaskedAttention(attention) if attention is sdpa_attention_forward else attention
 
 
-class _Masking:
+class _MaskedAttention:
     def __init__(self, attention: Attention) -> None:
         self._attention = attention
         self._positions: torch.Tensor | None = None
@@ -189,7 +189,7 @@ class _Masking:
         return self._attention(module, query, key, value, mask, *args, **kwargs)
 
     def _mask(self, positions: torch.Tensor, window: int | None) -> torch.Tensor | None:
-        # By contents: each layer of one forward passes the same positions, the next forward maybe others.
+        # Compare contents: the next forward may have other positions.
         if self._positions is None or not torch.equal(self._positions, positions):
             self._positions, self._masks = positions, {}
         if window not in self._masks:
@@ -202,11 +202,11 @@ def _mask_of(positions: torch.Tensor, window: int | None) -> torch.Tensor | None
     if documents is None and (window is None or window >= length):
         return None
     places = torch.arange(length, device=positions.device)
-    # How far back from a token another lies: 0 itself, below 0 later ones.
+    # Distance back from each token to each other one; negative for later tokens.
     behind = places[:, None] - places[None, :]
     mask = (behind >= 0) if window is None else (behind >= 0) & (behind < window)
     mask = mask[None, None]
     if documents is None:
         return mask
-    together: torch.Tensor = documents[:, None, :, None] == documents[:, None, None, :]
-    return mask & together
+    same: torch.Tensor = documents[:, None, :, None] == documents[:, None, None, :]
+    return mask & same

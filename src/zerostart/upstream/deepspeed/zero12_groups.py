@@ -1,4 +1,4 @@
-"""What a parameter of a load for ZeRO stages 1 and 2 tells DeepSpeed's optimizers: a mark of zerostart."""
+"""Marks and optimizer groups of parameters that are loaded for ZeRO stages 1 and 2."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
     from zerostart.upstream.types import ParameterGroup
 
-#: Fills 1-D tensors with runs of what this rank has of parameters: ``(name, first element, tensor)``.
-#: Collective, with the same parameters in the same order; the runs are each rank's own.
+#: Reads parts of parameters into 1-D tensors: ``(name, first element, tensor)``.
+#: Collective, with the same parameters in the same order; each rank has its own parts.
 RunReader = Callable[[Sequence[tuple[str, int, torch.Tensor]]], None]
 
 _ATTRIBUTE = "_zerostart_flat"
 
 
 class Keeper(Protocol):
-    """What holds the flat buffers of one loaded model, and refers to its optimizer once there is one."""
+    """Owner of the flat buffers of one loaded model, with a reference to its optimizer."""
 
     optimizer: weakref.ref[Any] | None
 
@@ -41,13 +41,13 @@ class Keeper(Protocol):
         round_robin: bool,
         aligned: bool,
     ) -> list[torch.Tensor | None]:
-        """Return the flat buffer of each group, with its parameters rearranged; None where there is none."""
+        """Return the flat buffer of each group with its parameters in order, or None."""
         ...
 
 
 @dataclass(frozen=True)
 class Mark:
-    """What a parameter tells the engine; it pickles as None, since it means nothing without the buffer."""
+    """Mark of a parameter for the engine; it pickles as None, without its buffer."""
 
     name: str
     keeper: Keeper
@@ -63,22 +63,22 @@ def _nothing() -> None:
 
 
 def remark(parameter: torch.Tensor, new: Mark) -> None:
-    """Change the mark of a parameter."""
+    """Replace the mark of a parameter."""
     setattr(parameter, _ATTRIBUTE, new)
 
 
 def marked(parameter: torch.Tensor) -> Mark | None:
-    """The mark of a parameter, if it has one."""
+    """Return the mark of a parameter, or None."""
     return getattr(parameter, _ATTRIBUTE, None)
 
 
 def mark_expert_of(parameter: Any, ticket: Ticket) -> None:
-    """Mark an expert that ranks share, whose ``group_name`` is that of its process groups."""
+    """Mark an expert that ranks share; its ``group_name`` names its process groups."""
     parameter._zerostart_flat_expert = ticket
 
 
 def expert_of(parameter: Any) -> str | None:
-    """The name of the process groups of an expert of ours; None for other parameters."""
+    """Return the name of the process groups of a marked expert, or None."""
     return parameter.group_name if hasattr(parameter, "_zerostart_flat_expert") else None
 
 
@@ -124,7 +124,7 @@ def _split(client: Any, parameters: Sequence[Any]) -> tuple[object, object]:
     if isinstance(client, torch.optim.Optimizer):
         return split_optimizer(client, _kind), parameters
     if client is not None:
-        return (lambda given: split_optimizer(client(given), _kind)), parameters
+        return (lambda groups: split_optimizer(client(groups), _kind)), parameters
     if not any(isinstance(item, dict) for item in parameters):
         if len({_kind(parameter).home for parameter in parameters}) == 1:
             return client, parameters
@@ -135,11 +135,11 @@ def _split(client: Any, parameters: Sequence[Any]) -> tuple[object, object]:
 
 
 class Kind(NamedTuple):
-    """What the parameters of one group have in common."""
+    """Common properties of the parameters of one optimizer group."""
 
-    #: Name of the process groups of experts; None of other parameters.
+    #: Name of the process groups of experts, or None.
     expert: str | None = None
-    #: Identity of what holds the flat buffers in which they lie; None of parameters that lie by themselves.
+    #: Identity of the owner of their flat buffers, or None.
     home: int | None = None
 
 
@@ -158,14 +158,14 @@ class _Follower(dict[str, Any]):
 
 
 def split_groups(groups: Sequence[ParameterGroup], kind_of: KindOf) -> list[ParameterGroup]:
-    """New groups in the place of ``groups``: of each its parts, experts last."""
+    """Split each group into its parts, experts last."""
     return [{**group, **part} for group in groups for part in _parts(group, kind_of)]
 
 
 def split_optimizer(client: torch.optim.Optimizer, kind_of: KindOf) -> torch.optim.Optimizer:
     """Return ``client``, or an optimizer that shares its state and hooks, with a group for each part.
 
-    The first part stays the client's own dictionary, which schedulers refer to; the others follow it.
+    The first part is the client's own dictionary, which schedulers refer to. The others follow its settings.
     """
     groups: list[ParameterGroup] = []
     followers: list[tuple[_Follower, ParameterGroup, ParameterGroup]] = []
@@ -179,17 +179,17 @@ def split_optimizer(client: torch.optim.Optimizer, kind_of: KindOf) -> torch.opt
         group.update(first)
     if not followers:
         return client
-    # Not by its constructor, whose arguments are unknown. State, defaults and hooks are the client's objects.
+    # The constructor's arguments are unknown. State, defaults and hooks are the client's objects.
     split: Any = object.__new__(type(client))
     vars(split).update({name: value for name, value in vars(client).items() if name != "step"})
     split.param_groups = list(groups)
-    owner: Any = client  # Held by the hooks: some optimizers free what they share when they end.
+    owner: Any = client  # The hooks keep it alive: some optimizers free shared state when they end.
 
     def follow(*_: object) -> None:
-        """Take the settings that a scheduler has changed in the leaders; a step's own counts stay."""
-        for one, leader, seen in followers:
+        """Copy the settings that a scheduler has changed in the leaders."""
+        for follower, leader, seen in followers:
             changed = {k: v for k, v in leader.items() if k not in _OWN and seen.get(k, _OWN) is not v}
-            one.update(changed)
+            follower.update(changed)
             seen.update(leader)
 
     def settle(*_: object) -> None:
@@ -204,17 +204,17 @@ def split_optimizer(client: torch.optim.Optimizer, kind_of: KindOf) -> torch.opt
             split.param_groups[:] = groups
             owner.state = split.state
 
-    for one, _, _ in followers:
-        one.follow = follow
+    for follower, _, _ in followers:
+        follower.follow = follow
     split.register_step_pre_hook(follow)
     split.register_step_post_hook(settle)
     split.register_load_state_dict_post_hook(loaded)
-    made: torch.optim.Optimizer = split
-    return made
+    result: torch.optim.Optimizer = split
+    return result
 
 
 def _parts(group: ParameterGroup, kind_of: KindOf) -> list[ParameterGroup]:
-    """List the parts of a group, experts last. Kinds without a trained parameter stay with others."""
+    """List the parts of a group, experts last; each has a trained parameter."""
     kinds = [kind_of(parameter) for parameter in group["params"]]
     trained = {kind for kind, p in zip(kinds, group["params"], strict=True) if p.requires_grad and p.numel()}
     if trained:

@@ -1,4 +1,4 @@
-"""Private parts of DeepSpeed's ZeRO stage 1 and 2 optimizers: how one takes our flat buffers."""
+"""Let DeepSpeed's optimizers of ZeRO stages 1 and 2 use the flat buffers of a load."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ logger = logging.getLogger("zerostart")
 
 
 class Adoption:
-    """The construction of one optimizer over parameters of which some carry a mark."""
+    """Construction of one optimizer, some of whose parameters are marked."""
 
     flatten: str
-    #: Attribute that lists the groups that the constructor has come to.
+    #: Attribute with the groups that the constructor has reached.
     listed: str
 
     def __init__(self, optimizer: ZeROOptimizer, arguments: dict[str, Any]) -> None:
@@ -59,11 +59,11 @@ class Adoption:
         self.concerned = ours
 
     def rules(self) -> tuple[bool, bool]:
-        """Whether the optimizer deals parameters round robin, and aligns each of them."""
+        """Return whether the optimizer deals parameters round robin, and aligns each."""
         return False, False
 
     def ranks(self) -> list[dist.ProcessGroup]:
-        """Of each group the process group that partitions it: an expert group has its own."""
+        """Return the process group that partitions each group."""
         from deepspeed.utils import groups
 
         experts = groups._get_expert_data_parallel_group_dict()
@@ -71,39 +71,41 @@ class Adoption:
         return [experts[group["name"]] if parted and group.get("moe") else world for group in self.client]
 
     def adopt(self) -> None:
-        """Bring the parameters into the optimizer's order, in the buffers where they lie."""
+        """Sort the parameters in their buffers into the optimizer's order."""
         # A group's padding depends on how many ranks share it.
         partitions = [dist.get_world_size(group=ranks) for ranks in self.ranks()]
         keepers: list[Keeper] = []
-        for found in (marked(p) for group in self.groups for p in group):
-            if found is not None and found.keeper not in keepers:
-                keepers.append(found.keeper)
+        for own_mark in (marked(p) for group in self.groups for p in group):
+            if own_mark is not None and own_mark.keeper not in keepers:
+                keepers.append(own_mark.keeper)
         for keeper in keepers:
-            # A keeper has a buffer only for groups that lie wholly in its load.
-            taken = keeper.adopt(self.groups, partitions, *self.rules())
-            self.flats = [new if new is not None else old for old, new in zip(self.flats, taken, strict=True)]
-        left = [n for n, flat in enumerate(self.flats) if flat is None and any(map(marked, self.groups[n]))]
-        if left:
+            # A keeper has a buffer only for groups that are completely in its load.
+            buffers = keeper.adopt(self.groups, partitions, *self.rules())
+            pairs = zip(self.flats, buffers, strict=True)
+            self.flats = [new if new is not None else old for old, new in pairs]
+        pairs_of_groups = enumerate(zip(self.flats, self.groups, strict=True))
+        stock = [n for n, (flat, group) in pairs_of_groups if flat is None and any(map(marked, group))]
+        if stock:
             logger.warning(
                 "parameter groups %s hold parameters that zerostart did not load, or that were "
                 "changed since: DeepSpeed flattens these groups itself",
-                left,
+                stock,
             )
 
     def current(self) -> torch.Tensor | None:
-        """The buffer of the group that the constructor is at, None if it has to make one."""
-        # The constructor appends a group to its list first, and flattens it then.
+        """Return the buffer of the constructor's current group, or None."""
+        # The constructor appends a group to its list, then flattens it.
         number = len(self.optimizer.__dict__.get(self.listed, ())) - 1
         return self.flats[number] if 0 <= number < len(self.flats) else None
 
     @contextlib.contextmanager
     def overrides(self) -> Iterator[None]:
-        """Have the object take our buffers, for the time of its constructor."""
+        """Use our buffers inside, for the constructor."""
         original = getattr(self.optimizer, self.flatten)
 
         def flatten(tensors: Sequence[torch.Tensor], alignment: int, *args: Any, **kwargs: Any) -> object:
             flat = self.current()
-            # The order in which it deals parameters is predicted; if it differs, its own copy is right.
+            # If the predicted order is wrong, the optimizer makes its own copy.
             if flat is not None and _fits(flat, tensors, kwargs.get("param_padding"), alignment):
                 return flat
             return original(tensors, alignment, *args, **kwargs)
@@ -113,24 +115,24 @@ class Adoption:
 
     def read_masters(self) -> None:
         """Read the masters of rounded parameters into this rank's partitions."""
-        wanted: dict[RunReader, list[tuple[str, int, torch.Tensor]]] = {}
+        requests: dict[RunReader, list[tuple[str, int, torch.Tensor]]] = {}
         read: list[tuple[torch.Tensor, int, torch.Tensor]] = []
         for parameter, low, share in shares_of(self.optimizer):
-            found = marked(parameter)
-            if found is None or found.reader is None or parameter.dtype == torch.float32:
+            own_mark = marked(parameter)
+            if own_mark is None or own_mark.reader is None or parameter.dtype == torch.float32:
                 continue
             if share.dtype == torch.float32:
-                wanted.setdefault(found.reader, []).append((found.name, low, share))
+                requests.setdefault(own_mark.reader, []).append((own_mark.name, low, share))
                 read.append((parameter, low, share))
-        for reader, runs in wanted.items():
+        for reader, runs in requests.items():
             reader(runs)
         changed = []
         for parameter, low, share in read:
-            found = marked(parameter)
-            assert found is not None, "it was marked above"
-            remark(parameter, replace(found, reader=None))  # what is behind the reader can go
+            own_mark = marked(parameter)
+            assert own_mark is not None, "it was marked above"
+            remark(parameter, replace(own_mark, reader=None))  # free what the reader refers to
             if follow(share, parameter.detach().view(-1)[low : low + share.numel()]):
-                changed.append(found.name)
+                changed.append(own_mark.name)
         tell_changed(changed)
 
 
@@ -215,7 +217,7 @@ TOUCHED = (
 
 
 def enter_constructors(stack: ExitStack) -> None:
-    """Replace the constructors of both optimizers, for parameters with our mark, until ``stack`` ends."""
+    """Replace the constructors of both optimizers until ``stack`` ends."""
     from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
@@ -232,7 +234,7 @@ def _construct(
     if not adoption.concerned:
         original(optimizer, *args, **kwargs)
         return
-    # No gradients while parameters move; the constructor itself runs with them, as it would.
+    # The constructor itself runs with gradients enabled.
     with torch.no_grad():
         adoption.adopt()
         with torch.enable_grad(), adoption.overrides():
@@ -255,7 +257,7 @@ class _Zero(Adoption):
         original = accelerator.available_memory
 
         def available_memory(*args: Any, **kwargs: object) -> object:
-            # It goes by way of the CPU where this is less than the group, which is to become one new buffer.
+            # With less memory than a new buffer needs, the constructor would flatten on the CPU.
             return original(*args, **kwargs) if self.current() is None else sys.maxsize
 
         with (
@@ -279,7 +281,7 @@ class _Zero(Adoption):
 
 
 class _SkipPartitionClone(TorchFunctionMode):
-    """Make masters of another dtype from the partition itself, without the clone before ``to``."""
+    """Skip the clone of a partition before its conversion to the masters' dtype."""
 
     def __init__(self, optimizer: ZeROOptimizer) -> None:
         super().__init__()
@@ -319,7 +321,7 @@ BUFFERS_TOUCHED = (_CONSTRUCTION, _BROADCAST)
 
 @functools.cache
 def is_known() -> bool:
-    """Whether the installed DeepSpeed is as this module knows it; warns once if it is not."""
+    """Return True if DeepSpeed is as expected; otherwise warn once."""
     import_deepspeed()
     wrong = misfit((*TOUCHED, *BUFFERS_TOUCHED, *GROUPING))
     if wrong:
@@ -328,16 +330,16 @@ def is_known() -> bool:
 
 
 def mark(parameter: torch.Tensor, name: str, keeper: Keeper) -> None:
-    """Have the optimizer that gets ``parameter`` take the buffer in which it lies, while it lives."""
+    """Let the optimizer of ``parameter`` use its flat buffer."""
     if is_known():
-        remark(parameter, Mark(name, keeper, None, _held.ticket()))
+        remark(parameter, Mark(name, keeper, None, _patches.ticket()))
 
 
 def offer(parameter: torch.Tensor, reader: RunReader) -> None:
-    """Have the fp32 master of a marked parameter read by ``reader``."""
-    found = marked(parameter)
-    if found is not None:
-        remark(parameter, replace(found, reader=reader))
+    """Read the fp32 master of a marked parameter with ``reader``."""
+    own_mark = marked(parameter)
+    if own_mark is not None:
+        remark(parameter, replace(own_mark, reader=reader))
 
 
 def _enter(stack: ExitStack) -> None:
@@ -350,13 +352,13 @@ def _enter(stack: ExitStack) -> None:
     wrap(stack, DeepSpeedEngine, "__init__", _construct_engine)
 
 
-_held = RefCountedPatches(_enter)
+_patches = RefCountedPatches(_enter)
 
 
 def _construct_engine(original: Function, engine: DeepSpeedEngine, *args: Any, **kwargs: Any) -> None:
     model = inspect.signature(original).bind(engine, *args, **kwargs).arguments.get("model")
     for keeper in _keepers(model):
-        # Before the constructor looks at devices. Collective.
+        # Before the constructor checks devices. Collective.
         keeper.bring()
     original(engine, *args, **kwargs)
     if engine.optimizer is not None:
@@ -371,17 +373,17 @@ def _keepers(model: object) -> list[Keeper]:
 
 
 def _broadcast_model(original: Function, engine: DeepSpeedEngine) -> None:
-    """Broadcast only parameters that differ: DeepSpeed passes over those with ``ds_optim_param``."""
+    """Broadcast only parameters that differ; DeepSpeed skips ``ds_optim_param``."""
     sharing: dict[str | None, list[Any]] = {}
     if engine.dist_backend is not None:
         for parameter in engine.module.parameters():
             if marked(parameter) is not None and not hasattr(parameter, "ds_optim_param"):
-                # By the group that each would be sent in: the comparison is collective in just that group.
+                # The comparison is collective in the group of the broadcast.
                 sharing.setdefault(_experts_of(parameter), []).append(parameter)
     spared = []
     for name, parameters in sharing.items():
         ranks = engine.seq_data_parallel_group if name is None else engine.expert_data_parallel_group[name]
-        spared += alike(parameters, ranks)
+        spared += select_equal(parameters, ranks)
     for parameter in spared:
         parameter.ds_optim_param = True
     try:
@@ -396,8 +398,8 @@ def _experts_of(parameter: Any) -> str | None:
     return None if getattr(parameter, "allreduce", True) else parameter.group_name
 
 
-def alike(parameters: Sequence[torch.Tensor], group: dist.ProcessGroup) -> list[Any]:
-    """Those that hold the same bits on all ranks of ``group``; collective, with one small message."""
+def select_equal(parameters: Sequence[torch.Tensor], group: dist.ProcessGroup) -> list[Any]:
+    """Return the parameters with the same bits on all ranks of ``group``; collective."""
     if not parameters or dist.get_world_size(group=group) == 1:
         return list(parameters)
     own = torch.tensor([fingerprint(parameter) for parameter in parameters], device=parameters[0].device)
@@ -408,6 +410,6 @@ def alike(parameters: Sequence[torch.Tensor], group: dist.ProcessGroup) -> list[
 
 
 def fingerprint(tensor: torch.Tensor) -> list[int]:
-    """The sums over a tensor's bits in row-major order, wherever in memory they lie: two of 64 bits."""
+    """Return two 64-bit sums over the bytes of a tensor in row-major order."""
     octets = tensor.detach().contiguous().view(-1).view(torch.uint8)
     return [signed(lane) for lane in lanes_of(octets)]

@@ -1,7 +1,7 @@
-"""Private parts of DeepSpeed's ZeRO-3 optimizer: several dtypes, and fp32 masters from the checkpoint.
+"""Support several dtypes and masters from the checkpoint in DeepSpeed's ZeRO-3 optimizer.
 
-If a parameter carries a mark, ``_get_trainable_parameter_groups`` turns the optimizer into a subclass with
-our overrides: sub-groups of one dtype each, masters that are read again, less memory (``zero3_start.py``).
+With a marked parameter the optimizer becomes a subclass: each sub-group has one dtype, masters are read from
+the checkpoint, and its constructor needs less memory (``zero3_start.py``).
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
     from zerostart.upstream.types import ParameterGroup, ZeroParameter
 
-#: Fills 1-D fp32 tensors with this rank's shares of parameters, by name. Collective, in the same order.
+#: Reads this rank's shares of parameters into 1-D fp32 tensors. Collective, in the same order.
 Reader = Callable[[Sequence[tuple[str, torch.Tensor]]], None]
-#: Brings the partitions of groups next to each other, in their buffer; others that may lie there come along.
+#: Makes the partitions of groups contiguous in their buffer, which may have other partitions.
 Arrange = Callable[[Sequence[Sequence[torch.Tensor]], Sequence[torch.Tensor]], None]
 
 Buffer = tuple[torch.dtype, object]
@@ -64,7 +64,7 @@ TOUCHED = (_ENTRY, _SUBCLASS)
 
 @dataclass(frozen=True)
 class Mark:
-    """The name of a parameter, the reader of its master, and what arranges partitions of its ``load``."""
+    """Name of a parameter, reader of its master, and arranger of its load's partitions."""
 
     name: str
     reader: Reader | None
@@ -75,7 +75,7 @@ class Mark:
 
 @functools.cache
 def require_stage3() -> type[DeepSpeedZeroOptimizer_Stage3]:
-    """The class of the ZeRO-3 optimizer; raises UnsupportedVersionError if it is not as we know it."""
+    """Return the class of the ZeRO-3 optimizer; raises UnsupportedVersionError."""
     require()
     demand(TOUCHED)
     from deepspeed.runtime.zero import stage3
@@ -91,10 +91,10 @@ def mark(
     arrange: Arrange | None = None,
     load: object = None,
 ) -> None:
-    """Have the optimizer that gets ``parameter`` take it by the rules of this module, while it lives."""
+    """Make the optimizer of ``parameter`` our subclass."""
     require_stage3()
-    held = (_held.ticket(), _aligned.ticket())
-    setattr(parameter, _ATTRIBUTE, Mark(name, reader, arrange, held, load))
+    tickets = (_patches.ticket(), _aligned.ticket())
+    setattr(parameter, _ATTRIBUTE, Mark(name, reader, arrange, tickets, load))
 
 
 def _enter(stack: ExitStack) -> None:
@@ -103,7 +103,6 @@ def _enter(stack: ExitStack) -> None:
 
 def _get_groups(original: Function, optimizer: Any) -> object:
     groups: list[ParameterGroup] = original(optimizer)
-    # Without a mark it stays the stock optimizer, also while other models' marks keep this in place.
     if any(hasattr(p, _ATTRIBUTE) for group in groups for p in group["params"]):
         base: type = type(optimizer)
         optimizer.__class__ = _subclass(base)
@@ -112,7 +111,7 @@ def _get_groups(original: Function, optimizer: Any) -> object:
     return groups
 
 
-_held = RefCountedPatches(_enter)
+_patches = RefCountedPatches(_enter)
 
 #: Alignment of addresses in bytes that TMA requires (CUDA's programming guide).
 _ALIGNMENT = 16
@@ -124,7 +123,7 @@ def _align(stack: ExitStack, module: ModuleType) -> None:
 
 
 def _gather_aligned(original: Function, params: Iterable[ZeroParameter]) -> Any:
-    """Copy gathered experts of loaded models that a kernel would refuse for their address.
+    """Copy gathered experts whose address a kernel would refuse.
 
     On one rank DeepSpeed gathers nothing: a parameter is a view of its one buffer of all partitions. After a
     small parameter such a view is not aligned, and ``torch._grouped_mm`` refuses it on CUDA.
@@ -162,13 +161,13 @@ class _Overrides(_Optimizer):  # type: ignore[misc]
         by_dtype: Counter[torch.dtype] = Counter()
         for (dtype, _), count in elements.items():
             by_dtype[dtype] += count
-        # Stock takes the first parameter's; it decides on loss scaling and on the buffers of offloading.
+        # It decides on loss scaling and offload buffers. DeepSpeed uses the first parameter's.
         self.dtype = max(by_dtype, key=lambda dtype: by_dtype[dtype])
         self.main_buffer = max((b for b in elements if b[0] == self.dtype), key=lambda b: elements[b])
         return split
 
     def arrange_partitions(self, groups: list[ParameterGroup]) -> None:
-        # On NVMe partitions come and go by themselves, and have no buffer of the load to lie in.
+        # On NVMe, partitions have no common buffer.
         if self.params_in_nvme_and_cpu or not starting.is_known():
             return
         every: list[Any] = [p for p in self.module.parameters() if hasattr(p, "ds_tensor")]
@@ -178,7 +177,7 @@ class _Overrides(_Optimizer):  # type: ignore[misc]
             arrange = next((m.arrange for m in marks if m is not None and m.arrange is not None), None)
             if arrange is None:
                 continue
-            own.sort(key=lambda params: params[0].dtype != self.dtype)  # Those of one buffer without a gap.
+            own.sort(key=lambda params: params[0].dtype != self.dtype)
             parts = [[p.ds_tensor for p in params] for params in own]
             largest = max((partition for part in parts for partition in part), key=torch.Tensor.numel)
             if starting.takes(largest, self.offload_param):
@@ -192,7 +191,7 @@ class _Overrides(_Optimizer):  # type: ignore[misc]
         return any(_buffer_of(group[0]) != self.main_buffer for group in self.fp16_groups)
 
     def _get_parameter_partitions(self) -> list[torch.Tensor]:
-        # Of the main dtype and load only, so that ``defragment`` finds what it asserts.
+        # ``defragment`` asserts one dtype and contiguous memory.
         return [p.ds_tensor for g in self.fp16_groups for p in g if _buffer_of(p) == self.main_buffer]
 
     def _set_fp16_partitioned_groups_flat(self) -> None:
@@ -217,9 +216,9 @@ class _Overrides(_Optimizer):  # type: ignore[misc]
             dtype = group["params"][0].dtype
             if dtype != self.dtype:
                 buffer = self.param_groups_fp16_flat_cpu_memory[number]
-                # Stock makes all in one dtype; pinned or not, as it has decided.
-                other = torch.empty(buffer.numel(), dtype=dtype, device="cpu", pin_memory=buffer.is_pinned())
-                self.param_groups_fp16_flat_cpu_memory[number] = other
+                # DeepSpeed makes all in one dtype.
+                flat = torch.empty(buffer.numel(), dtype=dtype, device="cpu", pin_memory=buffer.is_pinned())
+                self.param_groups_fp16_flat_cpu_memory[number] = flat
 
     def offload_states(self, *args: object, **kwargs: object) -> None:
         if self._of_other_buffers():
@@ -235,12 +234,12 @@ class _Overrides(_Optimizer):  # type: ignore[misc]
         self._read_masters([n for n in range(len(self.fp16_groups)) if not swapped(n)])
 
     def initialize_optimizer_states(self) -> None:
-        # What it gives the masters as gradients is zero, and never written to; swapping and ZenFlow write it.
+        # Only swapping and ZenFlow write to these zero gradients.
         unread = starting.is_known() and not (self.swap_optimizer or self.zenflow)
         largest = max(sum(p.ds_numel for p in group) for group in self.fp16_partitioned_groups)
         with starting.SharedZeroGradients(largest) if unread else contextlib.nullcontext():
             super().initialize_optimizer_states()
-        # Masters on NVMe exist in memory a sub-group at a time, between these two calls, as in a step.
+        # Masters on NVMe are in memory one sub-group at a time.
         for number, group in enumerate(self.fp16_groups):
             if self._swappable_optimizer_subgroup(number) and any(map(_reader, group)):
                 self._optimizer_states_and_gradient_swap_in(number)
@@ -253,10 +252,10 @@ class _Overrides(_Optimizer):  # type: ignore[misc]
             super().create_reduce_and_remove_grad_hooks()
 
     def _read_masters(self, numbers: Sequence[int]) -> None:
-        # Masters of less than fp32 hold nothing that the parameter does not.
+        # Other masters have no more bits than the parameter.
         if self.master_weights_and_grads_dtype != torch.float32:
             return
-        wanted: dict[Reader, list[tuple[str, torch.Tensor]]] = {}
+        requests: dict[Reader, list[tuple[str, torch.Tensor]]] = {}
         pairs: list[tuple[ZeroParameter, torch.Tensor]] = []
         for number in numbers:
             flat = self.fp32_partitioned_groups_flat[number].detach()
@@ -266,33 +265,33 @@ class _Overrides(_Optimizer):  # type: ignore[misc]
                 offset += share.numel()
                 reader = _reader(parameter)
                 if reader is not None:
-                    wanted.setdefault(reader, []).append((_name(parameter), share))
+                    requests.setdefault(reader, []).append((_name(parameter), share))
                     pairs.append((parameter, share))
         # Collective: one call for each load, in the order of the groups.
-        for reader, shares in wanted.items():
+        for reader, shares in requests.items():
             reader(shares)
         for parameter, _ in pairs:
             setattr(parameter, _ATTRIBUTE, replace(getattr(parameter, _ATTRIBUTE), reader=None))
-        # A master that does not round to what the parameter holds is of a parameter that was edited since.
+        # A master that does not round to its parameter's value belongs to an edited parameter.
         changed = [_name(parameter) for parameter, share in pairs if follow_partition(share, parameter)]
         tell_changed(changed)
 
 
 def _mark_of(parameter: object) -> Mark | None:
-    found: Mark | None = getattr(parameter, _ATTRIBUTE, None)
-    return found
+    mark: Mark | None = getattr(parameter, _ATTRIBUTE, None)
+    return mark
 
 
 def _buffer_of(parameter: torch.Tensor) -> Buffer:
-    found = _mark_of(parameter)
-    return parameter.dtype, None if found is None else found.load
+    mark = _mark_of(parameter)
+    return parameter.dtype, None if mark is None else mark.load
 
 
 def _reader(parameter: object) -> Reader | None:
-    found = _mark_of(parameter)
-    return None if found is None else found.reader
+    mark = _mark_of(parameter)
+    return None if mark is None else mark.reader
 
 
 def _name(parameter: object) -> str:
-    found: Mark = getattr(parameter, _ATTRIBUTE)
-    return found.name
+    mark: Mark = getattr(parameter, _ATTRIBUTE)
+    return mark.name

@@ -1,4 +1,4 @@
-"""Private parts of DeepSpeed: the ZeRO-3 parameter contract (runtime/zero/partition_parameters.py)."""
+"""Create and partition ZeRO-3 parameters as DeepSpeed's ``zero.Init`` does."""
 
 from __future__ import annotations
 
@@ -68,9 +68,9 @@ TOUCHED = (
 
 
 def import_deepspeed() -> object:
-    """The package ``deepspeed``, of any version; raises EngineError if it is absent."""
+    """Import and return ``deepspeed``, any version; raises EngineError if absent."""
     if not torch.accelerator.is_available():
-        # DeepSpeed looks for CUDA tools otherwise, and its import fails or warns on a machine without.
+        # Without it, the import looks for CUDA tools, and fails or warns on a machine without.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     try:
         import deepspeed
@@ -83,7 +83,7 @@ def import_deepspeed() -> object:
 
 
 def load_operations(names: Iterable[str]) -> None:
-    """Load DeepSpeed's operations ``names``, compiled once; skip those that this accelerator lacks."""
+    """Compile and load DeepSpeed's operations; skip those that the accelerator lacks."""
     import deepspeed
     from deepspeed.accelerator import get_accelerator
     from torch.utils import cpp_extension
@@ -121,12 +121,12 @@ def _partition_parameters() -> ModuleType:
 
 
 def require() -> None:
-    """Import DeepSpeed; raises EngineError if it is absent, UnsupportedVersionError if it is unknown."""
+    """Import DeepSpeed; raises EngineError if absent, UnsupportedVersionError if unknown."""
     _partition_parameters()
 
 
 def join_group() -> None:
-    """Set up DeepSpeed's layer over the process group, unless it is. Collective."""
+    """Initialise DeepSpeed's communication over the process group; collective."""
     import deepspeed
 
     os.environ.setdefault("LOCAL_RANK", str(_local_rank()))
@@ -135,7 +135,7 @@ def join_group() -> None:
 
 
 def join_hierarchical_groups(size: int) -> None:
-    """Make the groups of ``size`` ranks of hierarchical partitions, once in a process. Collective."""
+    """Create the groups of ``size`` ranks of hierarchical partitions; collective."""
     from deepspeed.utils import groups
 
     demand((_HIERARCHICAL,), "Leave out zero_hpz_partition_size")
@@ -151,16 +151,14 @@ def partitioner(
     secondary: int,
     owners: dist.ProcessGroup | None,
 ) -> Init:
-    """Return a ``zero.Init`` that converts nothing by itself; ``owners`` share each parameter.
-
-    It gets a whole configuration, since ``dtype=`` is ignored for fp32 on a host without fp16.
-    """
+    """Return a ``zero.Init`` for single parameters, which ``owners`` share."""
     module = _partition_parameters()
     import deepspeed
 
     hierarchical = deepspeed.utils.groups._get_zero_param_intra_parallel_group() if secondary > 1 else None
     with _refusals():
         init = module.Init(
+            # It ignores ``dtype=`` for fp32 on a host without fp16.
             config_dict_or_path=_init_config(world_size, dtype, config),
             zero_param_parallel_group=hierarchical,
             data_parallel_group=owners,
@@ -168,7 +166,7 @@ def partitioner(
         )
     _check_secondary(init, secondary, world_size)
     if init.mem_efficient_linear:
-        # Runs by itself only in a context or for a prebuilt module; ZeRO-3 needs it for its backward hooks.
+        # ZeRO-3 needs it for its backward hooks; Init does it only in a context or for a module.
         init._enable_mem_efficient_linear()
     return init
 
@@ -193,10 +191,10 @@ def _refusals() -> Iterator[None]:
 
 
 def _check_secondary(init: Init, secondary: int, world_size: int) -> None:
-    asked = min(secondary, world_size)
-    if asked > 1 and init.num_ranks_in_param_group != asked:
+    size = min(secondary, world_size)
+    if size > 1 and init.num_ranks_in_param_group != size:
         raise ConfigError(
-            f"zero_hpz_partition_size={asked}, but this process has made groups of "
+            f"zero_hpz_partition_size={size}, but this process has made groups of "
             f"{init.num_ranks_in_param_group} ranks before, which DeepSpeed cannot change; use "
             "that number, or another process"
         )
@@ -210,16 +208,16 @@ def _local_rank() -> int:
 def _init_config(
     world_size: int, dtype: torch.dtype | None, config: DeepSpeedConfig | None
 ) -> dict[str, Any]:
-    kept = ("zero_optimization", "aio", "bf16", "bfloat16", "fp16", "fp16_master_weights_and_grads")
-    result = _settled({key: value for key, value in (config or {}).items() if key in kept})
+    sections = ("zero_optimization", "aio", "bf16", "bfloat16", "fp16", "fp16_master_weights_and_grads")
+    result = _settled({key: value for key, value in (config or {}).items() if key in sections})
     zero = result.setdefault("zero_optimization", {})
     zero["stage"] = 3
-    # DeepSpeed's check for edits in place that GatheredParameters would drop; it synchronises an accelerator.
+    # Report edits in place that GatheredParameters would drop; it synchronises an accelerator.
     zero.setdefault("enable_sanity_checks", not torch.accelerator.is_available())
-    zero.pop("stage3_partition_stream_chunk_size", None)  # Ours to obey; not every version knows it.
+    zero.pop("stage3_partition_stream_chunk_size", None)  # DeepSpeed does not know it.
     if dtype in (torch.bfloat16, torch.float16):
         result.setdefault("bf16" if dtype is torch.bfloat16 else "fp16", {})["enabled"] = True
-    # Batch sizes are required and not used: the least that DeepSpeed accepts as consistent.
+    # Batch sizes are required, but not used.
     return {"train_micro_batch_size_per_gpu": 1, "train_batch_size": world_size, **result}
 
 
@@ -230,7 +228,7 @@ def _settled(value: object) -> Any:
 
 
 def check_sections(config: DeepSpeedConfig | None) -> None:
-    """Raise ConfigError for what DeepSpeed refuses of the sections that decide how parameters are held."""
+    """Raise ConfigError if DeepSpeed refuses a section about parameters."""
     from deepspeed.runtime.precision_config import get_bfloat16_config, get_float16_config
     from deepspeed.runtime.zero.config import get_zero_config
 
@@ -241,7 +239,7 @@ def check_sections(config: DeepSpeedConfig | None) -> None:
 
 
 def check_quantising() -> None:
-    """Raise EngineError unless DeepSpeed's quantising kernels can be had on this host."""
+    """Raise EngineError unless DeepSpeed's quantising kernels work on this host."""
     from deepspeed.accelerator import get_accelerator
     from deepspeed.ops.op_builder import QuantizerBuilder
 
@@ -253,15 +251,15 @@ def check_quantising() -> None:
 
 
 def parameter_device(init: Init) -> torch.device:
-    """Where the partitions live."""
+    """Return the device of the partitions."""
     device: torch.device = torch.device(init.local_device)
-    # "cuda:0" and "cpu:0" name the device that tensors report as "cuda:0" and "cpu".
+    # Tensors report "cpu", not "cpu:0".
     return torch.device("cpu") if device.type == "cpu" else device
 
 
 @dataclass(frozen=True)
 class Home:
-    """Where a partition lies."""
+    """Location of a partition."""
 
     device: torch.device
     pinned: bool = False
@@ -270,18 +268,18 @@ class Home:
 
 def converted_parameter(init: Init, old: nn.Parameter) -> nn.Parameter:
     """Return a ZeRO-3 parameter like ``old`` (on meta), unpartitioned; call in one order on all ranks."""
-    # One element, seen as often as the shape says: a placeholder must have the shape, and no memory for it.
+    # An expanded element has the shape without its memory.
     single = torch.empty((1,) * old.dim(), dtype=old.dtype, device=parameter_device(init))
     new = nn.Parameter(single.expand(old.shape), requires_grad=old.requires_grad)
     new.__dict__.update(old.__dict__)
-    # The conversion wraps this method of the old object's dictionary otherwise.
+    # Otherwise the conversion wraps this method of the old object.
     new.__dict__.pop("item", None)
     init._convert_to_deepspeed_param(new)
     return new
 
 
 def home_of(init: Init, parameter: nn.Parameter) -> Home:
-    """Where ``Init._partition_param`` keeps the partition of a converted parameter."""
+    """Return the location of the partition of a converted parameter."""
     converted: Any = parameter
     local = parameter_device(init)
     remote = str(getattr(init.remote_device, "value", init.remote_device))
@@ -297,7 +295,7 @@ def _partition_size(init: Init, parameter: nn.Parameter) -> int:
 
 
 def give_partition(init: Init, parameter: nn.Parameter, partition: torch.Tensor, home: Home) -> None:
-    """Make ``partition``, which may be filled later, the share of a converted parameter."""
+    """Make ``partition``, which may be written later, the share of a parameter."""
     module = _partition_parameters()
     size = _partition_size(init, parameter)
     if size != partition.numel():
@@ -312,12 +310,12 @@ def give_partition(init: Init, parameter: nn.Parameter, partition: torch.Tensor,
     converted.ds_numel_aligned = init._aligned_size(parameter)
     if home.nvme:
         nvme.leave_on_nvme(init, converted, state, module.PartitionedParamStatus)
-    # Last: it takes the placeholder's data away, whose dtype and shape were asked for above.
+    # Last: it removes the data, whose dtype and shape were used above.
     module.free_param(parameter)
 
 
 def partition_of(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...], int, int] | None:
-    """``(partition, logical shape, rank, world size)`` of a ZeRO-3 parameter; None for any other."""
+    """Return ``(partition, shape, rank, world size)`` of a ZeRO-3 parameter, or None."""
     if "deepspeed" not in sys.modules or not hasattr(parameter, "ds_id"):
         return None
     p: Any = parameter
@@ -328,20 +326,20 @@ def partition_of(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]
 
 
 def partition_ranks(parameter: torch.Tensor) -> list[int]:
-    """The ranks that share the partitions of a ZeRO-3 parameter."""
+    """Return the ranks that share the partitions of a ZeRO-3 parameter."""
     p: Any = parameter
     return torch.distributed.get_process_group_ranks(p.ds_process_group)
 
 
 def partition_available(partition: torch.Tensor) -> bool:
-    """Whether a ZeRO-3 partition is in memory, and not on NVMe."""
+    """Return True if a ZeRO-3 partition is in memory, not on NVMe."""
     state: Any = partition
     return bool(state.status == _partition_parameters().PartitionedParamStatus.AVAILABLE)
 
 
 @contextlib.contextmanager
 def contexts_aside() -> Iterator[None]:
-    """Suspend a ``zero.Init`` context, which would partition what is built; may be nested."""
+    """Suspend an open ``zero.Init`` context; may be nested."""
     module = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
     context = getattr(module, "top_level_context", None)
     if module is None or context is None or not context.patched:
@@ -356,7 +354,7 @@ def contexts_aside() -> Iterator[None]:
 
 
 def mark_leaves(modules: Iterable[nn.Module]) -> None:
-    """Have DeepSpeed treat each of ``modules`` as a leaf, until ``unset_z3_leaf_modules``."""
+    """Mark ``modules`` as leaves of ZeRO-3, until ``unset_z3_leaf_modules``."""
     demand((_LEAVES,))
     from deepspeed.utils import set_z3_leaf_module
 
@@ -364,25 +362,25 @@ def mark_leaves(modules: Iterable[nn.Module]) -> None:
         set_z3_leaf_module(module, True)
 
 
-#: Elements that are compared at a time: some MiB of temporary memory.
+#: Number of elements to compare at a time.
 _CHUNK = 1 << 20
 
 
-def follow(master: torch.Tensor, held: torch.Tensor) -> bool:
-    """Make a 1-D master follow what its parameter holds where that was changed; return whether it was."""
-    found = False
+def follow(master: torch.Tensor, values: torch.Tensor) -> bool:
+    """Copy changed values of a parameter to its 1-D master; return True if there are any."""
+    has_changed = False
     for start in range(0, master.numel(), _CHUNK):
         high = master[start : start + _CHUNK]
-        low = held[start : start + _CHUNK].to(high.device)
-        other = high.to(low.dtype) != low
-        if bool(other.any()):
-            high.copy_(torch.where(other, low.to(high.dtype), high))
-            found = True
-    return found
+        low = values[start : start + _CHUNK].to(high.device)
+        differs = high.to(low.dtype) != low
+        if bool(differs.any()):
+            high.copy_(torch.where(differs, low.to(high.dtype), high))
+            has_changed = True
+    return has_changed
 
 
 def tell_changed(names: Sequence[str]) -> None:
-    """Log the parameters whose masters do not start from the checkpoint."""
+    """Log parameters whose masters do not start from the checkpoint."""
     if names:
         logger.info(
             "%d parameters were changed between the load and the start of the engine (%s%s): "
@@ -394,12 +392,12 @@ def tell_changed(names: Sequence[str]) -> None:
 
 
 def follow_partition(master: torch.Tensor, parameter: Any) -> bool:
-    """``follow`` for the partition of ``parameter``, which may be on NVMe."""
+    """Copy a changed partition, which may be on NVMe, to its master as ``follow`` does."""
     swapped = not partition_available(parameter.ds_tensor)
     if swapped:
         demand(nvme.TOUCHED, "Leave the parameters in memory: offload_param to cpu")
         parameter.nvme_swapper.swap_in([parameter], async_op=False)
-    found = follow(master, parameter.ds_tensor.data)
+    has_changed = follow(master, parameter.ds_tensor.data)
     if swapped:
         parameter.nvme_swapper.remove_partition_and_release_buffers([parameter])
-    return found
+    return has_changed

@@ -1,4 +1,4 @@
-"""Private parts of DeepSpeed: memory that the ZeRO-3 optimizer's constructor takes and does not keep."""
+"""Save temporary memory in the constructor of DeepSpeed's ZeRO-3 optimizer."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ _BEGINNING = Use(
     "_configure_zero_optimizer(optimizer), _configure_distributed_model(model)",
     "the model is not printed where ZeRO begins, and small frozen parts of it stay whole",
 )
-#: Elements that are converted at a time where a device does it for the host.
+#: Number of elements to convert at a time.
 _CHUNK = 1 << 22
 
 
 @functools.cache
 def is_known() -> bool:
-    """Whether the optimizer's constructor does what is described above; warns once if it does not."""
+    """Return True if the optimizer's constructor is as expected; otherwise warn once."""
     wrong = misfit((_DEFRAGMENT, _MEMORY))
     if wrong:
         logger.warning(
@@ -67,7 +67,7 @@ def is_known() -> bool:
 
 
 def takes(partition: torch.Tensor, offloaded: bool) -> bool:
-    """Return whether the optimizer can keep a parameter buffer of the kind that ``partition`` lies in."""
+    """Return True if the optimizer can use the buffer of ``partition`` as its own."""
     from deepspeed.accelerator import get_accelerator
 
     if not offloaded:
@@ -79,13 +79,13 @@ def takes(partition: torch.Tensor, offloaded: bool) -> bool:
 
 
 def joined(partitions: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """The run of one storage that 1-D tensors of one dtype make up together; None if they do not."""
+    """Return 1-D tensors as one tensor if they are contiguous in one storage, or None."""
     if not partitions:
         return None
     first = partitions[0]
     place = first.storage_offset()
     for partition in partitions:
-        # Neighbours by address are not enough: no view spans two storages.
+        # Adjacent addresses are not enough: no view spans two storages.
         same = partition.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
         if not same or partition.dtype != first.dtype or partition.storage_offset() != place:
             return None
@@ -95,10 +95,10 @@ def joined(partitions: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 
 def flattened(partitions: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One buffer of the partitions, which become views of it."""
-    found = joined(partitions)
-    if found is not None:
-        return found
+    """Return one buffer of the partitions, which become views of it."""
+    run = joined(partitions)
+    if run is not None:
+        return run
     flat = torch.cat([partition.data for partition in partitions])
     offset = 0
     for partition in partitions:
@@ -109,7 +109,7 @@ def flattened(partitions: Sequence[torch.Tensor]) -> torch.Tensor:
 
 @contextlib.contextmanager
 def defragmenting() -> Iterator[None]:
-    """Inside, ``defragment`` leaves partitions where they are if they need not be moved."""
+    """Skip ``defragment`` inside if the partitions are contiguous."""
     from deepspeed.runtime.zero import stage3
 
     with ExitStack() as stack:
@@ -124,7 +124,7 @@ def _defragment(original: Function, tensors: Sequence[torch.Tensor]) -> Any:
 
 @contextlib.contextmanager
 def ungathered(parameters: Sequence[Any]) -> Iterator[None]:
-    """Keep partitioned ``parameters`` from being gathered, except those with secondary partitions."""
+    """Do not gather partitioned ``parameters`` inside, unless they have secondary partitions."""
     spared = [
         p for p in parameters if p.ds_status.name == "NOT_AVAILABLE" and p.ds_zero_param_process_group is None
     ]
@@ -140,7 +140,7 @@ def _nothing() -> None:
 
 
 class FuseToClone(TorchFunctionMode):
-    """Inside, ``x.to(...).clone()`` makes one new tensor and not two, in pieces."""
+    """Make one new tensor, not two, for ``x.to(...).clone()``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ class FuseToClone(TorchFunctionMode):
             source = args[0]
             like = func(source[:0], *args[1:], **kwargs)
             if (like.dtype, like.device) != (source.dtype, source.device):
-                # In pieces: a whole converted copy on the device is what is to be saved.
+                # In pieces, without a whole converted copy on the device.
                 self._made = like.new_empty(source.numel())
                 for start in range(0, source.numel(), _CHUNK):
                     self._made[start : start + _CHUNK].copy_(source[start : start + _CHUNK])
@@ -166,7 +166,7 @@ class FuseToClone(TorchFunctionMode):
 
 
 class SharedZeroGradients(TorchFunctionMode):
-    """Inside, the first ``torch.zeros(numel)`` is one zero, expanded: enough for what is never written."""
+    """Make the first ``torch.zeros(numel)`` one expanded zero, which is never written to."""
 
     def __init__(self, numel: int) -> None:
         super().__init__()
@@ -182,10 +182,10 @@ class SharedZeroGradients(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-# DeepSpeed prints the whole model when ZeRO-3 begins. Modules of DiffSynth-Studio fail to print.
+# DeepSpeed prints the whole model at the start of ZeRO-3. Modules of DiffSynth-Studio fail to print.
 
 _MODULE = "deepspeed.runtime.engine"
-#: Models that stay whole on every rank while they are frozen.
+#: Models that remain whole on every rank while they are frozen.
 _kept_whole: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
@@ -208,12 +208,12 @@ def _hide(model: nn.Module, device: torch.device) -> None:
 
 
 def keep_printable(model: nn.Module) -> None:
-    """Let DeepSpeed begin with ``model``, or what it is a part of, whatever that prints."""
+    """Skip DeepSpeed's print of ``model`` and of modules that contain it."""
     if _MODULE in sys.modules:
         _printable.hold(model)
 
 
-def _put(stack: ExitStack) -> None:
+def _patch_start(stack: ExitStack) -> None:
     demand((_BEGINNING,))
     owner = sys.modules[_MODULE].__dict__["DeepSpeedEngine"]
     wrap(stack, owner, "_configure_zero_optimizer", _configure_quietly)
@@ -235,4 +235,4 @@ def _take_model(original: Function, engine: DeepSpeedEngine, model: nn.Module) -
     return original(engine, model)
 
 
-_printable = RefCountedPatches(_put)
+_printable = RefCountedPatches(_patch_start)

@@ -1,1 +1,1 @@
-"""What is touched of DiffSynth-Studio."""
+"""Private parts of DiffSynth-Studio."""

@@ -1,1 +1,1 @@
-"""What is touched of diffusers."""
+"""Private parts of diffusers."""

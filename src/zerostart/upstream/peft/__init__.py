@@ -1,1 +1,1 @@
-"""What is touched of PEFT."""
+"""Private parts of PEFT."""

@@ -1,1 +1,1 @@
-"""What is touched of SGLang."""
+"""Private parts of SGLang."""

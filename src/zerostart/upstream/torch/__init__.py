@@ -1,1 +1,1 @@
-"""What is touched of torch."""
+"""Private parts of torch."""

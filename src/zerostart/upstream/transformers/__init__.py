@@ -1,1 +1,1 @@
-"""What is touched of transformers."""
+"""Private parts of transformers."""

@@ -1,1 +1,1 @@
-"""What is touched of TRL."""
+"""Private parts of TRL."""

@@ -1,1 +1,1 @@
-"""What is touched of vLLM."""
+"""Private parts of vLLM."""
