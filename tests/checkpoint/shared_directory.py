@@ -14,7 +14,7 @@ from zerostart.checkpoint.manifest import documents
 from zerostart.checkpoint.write.shards import plan_shards
 from zerostart.checkpoint.write.writer import CheckpointWriter
 from zerostart.distributed.world import World
-from zerostart.state.saving.writing import Publication, publishing
+from zerostart.state.saving.writing import Publication, open_publication
 
 ALONE = World(0, 1, None)
 ENTRIES = [("a", "F32", (4, 3)), ("b", "F32", (5,)), ("c", "F32", ())]
@@ -38,7 +38,7 @@ def configure(publication: Publication, name: str, value: float) -> None:
 
 
 def save_model(path: Path, value: float, size: int = SHARDS, world: World = ALONE) -> None:
-    with publishing(path, world) as publication:
+    with open_publication(path, world) as publication:
         if world.rank == 0:
             write(publication, ".", value, size, "model")
             configure(publication, "config.json", value)
@@ -47,14 +47,14 @@ def save_model(path: Path, value: float, size: int = SHARDS, world: World = ALON
 
 def save_adapters(path: Path, value: float, size: int = SINGLE) -> None:
     """Two, each in its place."""
-    with publishing(path, ALONE) as publication:
+    with open_publication(path, ALONE) as publication:
         for folder in (".", "second"):
             write(publication, folder, value, SINGLE, "adapter_model")
             configure(publication, f"{folder}/adapter_config.json", value)
 
 
 def save_state(path: Path, value: float, size: int = SHARDS) -> None:
-    with publishing(path, ALONE, marker="state.json") as publication:
+    with open_publication(path, ALONE, marker="state.json") as publication:
         write(publication, "model", value, size, "model")
         configure(publication, "model/config.json", value)
         write(publication, "state", value, size, "state")

@@ -17,7 +17,7 @@ from zerostart.checkpoint.verifying import verify
 from zerostart.checkpoint.write import staging as publishing_of_checkpoints
 from zerostart.checkpoint.write.staging import RenamePlan, finish_switched
 from zerostart.distributed.world import World, current_world
-from zerostart.state.saving.writing import publishing
+from zerostart.state.saving.writing import open_publication
 
 ALONE = World(0, 1, None)
 #: What is saved over what: kinds, and the sizes of files.
@@ -252,7 +252,7 @@ def test_nothing_is_left_of_a_save_that_failed(tmp_path: Path) -> None:
 
 def fail_on(rank: int, path: Path, make: Callable[[], BaseException]) -> None:
     world = current_world()
-    with publishing(path, world) as publication:
+    with open_publication(path, world) as publication:
         (publication.directory / f"of {world.rank}").write_text("x")
         if world.rank == rank:
             raise make()

@@ -17,7 +17,7 @@ from zerostart.checkpoint.write.writer import CheckpointWriter
 from zerostart.distributed.world import World
 from zerostart.engines import Shard
 from zerostart.geometry.layout import Layout, dimension_shard, flat_partition
-from zerostart.state.saving.writing import Files, Publication, plain, planned, write_tensors
+from zerostart.state.saving.writing import Files, Publication, plain, plan_own_writes, write_tensors
 from zerostart.transfer.writing import write_out
 
 Written = list[tuple[bool, int, int]]
@@ -81,7 +81,7 @@ def test_ranks_share_pages(cut: str, chunk: int, tmp_path: Path, written: Writte
             outgoing = [
                 plain(name, shard(name, t, CUTS[cut](tuple(t.shape), rank, 3))) for name, t in tensors.items()
             ]
-            plan, storages = planned(layout, outgoing, chunk)
+            plan, storages = plan_own_writes(layout, outgoing, chunk)
             write_out(plan, storages, writer, 2)
         assert writer.written == layout.total_size
     found = load_file(tmp_path / "model.safetensors")

@@ -31,7 +31,7 @@ from tests.syscalls import Calls
 from zerostart.checkpoint.source import open_catalog
 from zerostart.errors import CheckpointError, WriteError
 from zerostart.state.resuming.retention import prune
-from zerostart.state.saving.writing import publishing
+from zerostart.state.saving.writing import open_publication
 
 
 @contextlib.contextmanager
@@ -124,15 +124,15 @@ def test_files_of_others_are_the_same_files(tmp_path: Path) -> None:
 def test_contents_of_one_directory_do_not_know_each_other(tmp_path: Path) -> None:
     """Adapters over a model, a second adapter, a model over a state, and the state again: all stay."""
     path = tmp_path / "out"
-    with publishing(path, ALONE) as publication:
+    with open_publication(path, ALONE) as publication:
         write(publication, ".", 1.0, SHARDS, "model")
         configure(publication, "config.json", 1.0)
     for folder in ("first", "second"):
-        with publishing(path, ALONE) as publication:
+        with open_publication(path, ALONE) as publication:
             write(publication, folder, 2.0, SINGLE, "adapter_model")
     save_adapters(path, 3.0)
     save_state(path, 4.0)
-    with publishing(path, ALONE) as publication:
+    with open_publication(path, ALONE) as publication:
         write(publication, ".", 5.0, SINGLE, "diffusion_pytorch_model")
     assert [value_of(path, kind) for kind in ("model", "adapters", "state")] == [1.0, 3.0, 4.0]
     assert (path / "first" / "adapter_model.safetensors").exists()

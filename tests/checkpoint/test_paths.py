@@ -18,7 +18,7 @@ VERBS: dict[str, Callable[[str], Any]] = {
     "save_state": lambda path: zerostart.save_state(path, nn.Linear(2, 2)),
     "load_state": lambda path: zerostart.load_state(path, nn.Linear(2, 2)),
     "verify": zerostart.verify,
-    "diff": lambda path: zerostart.diff(path, nn.Linear(2, 2)),
+    "diff": lambda path: zerostart.diff(path, path),
 }
 
 

@@ -106,9 +106,6 @@ def test_a_script_sees_what_it_sees_under_python(arguments: list[str], folder: P
     )
     assert "zerostart" not in own
     assert "nothing was taken over: the script loaded no model" in found.stderr
-    assert ("--engine behind the script's name goes to the script" in found.stderr) == (
-        "--engine" in arguments
-    )
 
 
 LOADS = """

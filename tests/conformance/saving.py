@@ -19,8 +19,8 @@ from zerostart.distributed.world import World
 from zerostart.engines import Shard
 from zerostart.live.model import LiveModel, remember_load
 from zerostart.recipe import Recipe
-from zerostart.state.saving.contents import contents_of
-from zerostart.state.saving.writing import planned
+from zerostart.state.saving.contents import describe_contents
+from zerostart.state.saving.writing import plan_own_writes
 from zerostart.transfer.writing import write_out
 from zerostart.upstream.transformers.models import keep_conversions
 
@@ -83,13 +83,13 @@ def _save(loaded: Any, values: dict[str, torch.Tensor], size: int, flat: bool, o
         record: Any = _Record(loaded.catalog, recipes, shards)
         remember_load(model, record)
         live = LiveModel(model, World(rank, size, None))
-        contents = contents_of(live, live.tensors()[0], None)
+        contents = describe_contents(live, live.tensors()[0], None)
         layout = plan_shards(contents.entries, "300KB")
         if writer is None:
             writer, own = CheckpointWriter(out, layout, durable=False), contents.own_names
             writer.create()
         assert writer.layout == layout, "ranks plan different files"
-        plan, sources = planned(layout, contents.outgoing, 1 << 16)
+        plan, sources = plan_own_writes(layout, contents.outgoing, 1 << 16)
         write_out(plan, sources, writer)
     assert writer is not None
     writer.commit()

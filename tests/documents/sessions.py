@@ -13,8 +13,8 @@ from tests.documents.blocks import REPOSITORY
 #: Text in commands and files, and what stands there when they are run.
 CHANGED: Mapping[str, str] = {
     # Synopses.
-    "zerostart config FAMILY OUT.yaml [--engine E] [--zero-stage S] [--lora] [--accelerate]": (
-        "zerostart config wan OUT.yaml --zero-stage 2 --lora --accelerate"
+    "zerostart config FAMILY OUT.yaml [--engine E] [--zero-stage S] [--lora]": (
+        "zerostart config wan OUT.yaml --zero-stage 2 --lora"
     ),
     "CONFIG.yaml [KEY=VALUE ...] [--nproc N]": "CONFIG.yaml --nproc 1",
     # As many ranks as a small machine bears.

@@ -23,7 +23,7 @@ class TestToy(ModelLibraryConformance):
         torch.manual_seed(3)
         ToyModel(words=13, width=6, layers=3).save(root)
 
-    def left(self, model: nn.Module) -> Any:
+    def loaded_attributes(self, model: nn.Module) -> Any:
         return model.source
 
 
@@ -48,7 +48,7 @@ class TestTransformers(ModelLibraryConformance):
         )
         Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(root)
 
-    def left(self, model: Any) -> Any:
+    def loaded_attributes(self, model: Any) -> Any:
         return model.config.name_or_path, model.config.dtype, len(model._weight_conversions)
 
 

@@ -176,9 +176,9 @@ def test_an_adapter_is_sent_alone(tmp_path: Path) -> None:
     assert given.keys() == saved.keys()
     assert all(torch.equal(given[name], saved[name]) for name in saved)
     adapted.add_adapter("other", config)
-    with pytest.raises(ConfigError, match=r"one adapter alone, and this Module has 2 \(default, other\)"):
+    with pytest.raises(ConfigError, match=r"exactly one adapter, but this Module has 2 \(default, other\)"):
         zerostart.refit(adapted, engine, merge_adapters=False)
-    with pytest.raises(ConfigError, match=r"one adapter alone, and this Linear has none"):
+    with pytest.raises(ConfigError, match=r"exactly one adapter, but this Linear has none"):
         zerostart.refit(nn.Linear(2, 2), engine, merge_adapters=False)
 
 

@@ -1,7 +1,7 @@
-"""The ``zerostart`` command: each of its commands is the function of that name, or ``command``, in a module.
+"""The ``zerostart`` command.
 
-The modules import what is heavy (torch, transformers) inside their functions, so that ``--help`` and
-usage errors answer at once.
+The modules of its commands import torch and transformers inside functions, so that ``--help`` and usage
+errors answer at once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from zerostart.errors import ZerostartError
 
 __all__ = ["application", "main"]
 
-#: In the order in which ``--help`` lists them, with the examples that end the help of each.
+#: Commands in the order of ``--help``, with the examples in the help of each.
 _COMMANDS: Mapping[str, tuple[str, ...]] = {
     "inspect": ("inspect Qwen/Qwen3-0.6B", "inspect checkpoints/step-100 --json"),
     "plan": (
@@ -47,14 +47,14 @@ _COMMANDS: Mapping[str, tuple[str, ...]] = {
     "diff": ("diff checkpoints/step-100 checkpoints/step-200",),
     "env": ("env", "env --check"),
 }
-#: Commands that share a module, where each is the function of its name; elsewhere it is ``command``.
+#: Modules that several commands share, as functions of their names; elsewhere it is ``command``.
 _MODULES = {"verify": "inspect", "diff": "inspect", "inspect": "inspect"}
 _MODULES |= {"convert": "convert", "export": "convert"}
 _INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 
 def application() -> typer.Typer:
-    """Build the command line with all its commands; imports none of what they run."""
+    """Build the command line, without importing torch."""
     app = typer.Typer(
         name="zerostart",
         help="Pretrained checkpoints straight into sharded, ready-to-train models.",
@@ -67,8 +67,9 @@ def application() -> typer.Typer:
     for name, examples in _COMMANDS.items():
         module = importlib.import_module(f"zerostart.cli.{_MODULES.get(name, name)}")
         command = getattr(module, name if name in _MODULES else "command")
-        told = app.command(name, epilog=_epilog(examples), context_settings=getattr(module, "CONTEXT", None))
-        told(_guarded(command))
+        settings = getattr(module, "CONTEXT", None)
+        register = app.command(name, epilog=_epilog(examples), context_settings=settings)
+        register(_guard(command))
     return app
 
 
@@ -80,21 +81,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     app = application()
     try:
-        # By ``python -m zerostart``, too, whose usage would name a command that it does not have.
+        # The name also for ``python -m zerostart``.
         app(None if argv is None else list(argv), prog_name="zerostart")
     except SystemExit as done:
-        # Kept, and raised below: a pending script runs first, outside of the ``except``, so that what it
-        # raises has no context of ours.
-        ended = done
-    # A script of ``zerostart run`` ends the process itself, and has no frame of the command line below it.
+        # Raised below: a pending script runs first, outside of ``except``, so that its errors have no
+        # context.
+        exit_status = done
+    # A script of ``zerostart run`` ends the process itself.
     for script in run.pending:
         script.run()
-    # Reached where there is no script, which would have ended the process itself.
-    raise ended
+    raise exit_status
 
 
 def is_command(word: str) -> bool:
-    """Whether ``word`` is the name of a command."""
+    """Return True if ``word`` is the name of a command."""
     return word in _COMMANDS
 
 
@@ -121,8 +121,8 @@ def _global_options(
         os.environ["ZEROSTART_TRACEBACK"] = "1"  # in the environment, so that local ranks see it too
 
 
-def _guarded(command: Callable[..., Any]) -> Callable[..., Any]:
-    """``command``, with errors that zerostart raises on purpose printed as one line."""
+def _guard(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``command`` so that it prints a ZerostartError as one line."""
 
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -132,7 +132,7 @@ def _guarded(command: Callable[..., Any]) -> Callable[..., Any]:
             if os.environ.get("ZEROSTART_TRACEBACK"):
                 traceback.print_exc()
             print(f"error: {_one_line(error)}", file=sys.stderr)
-            # One line for logs and for programs; at a terminal somebody reads, and may look it up.
+            # Logs and programs get one line; a person at a terminal also gets a link.
             if sys.stderr.isatty():
                 print(f"see {error.help_url}", file=sys.stderr)
             raise typer.Exit(1) from None

@@ -1,6 +1,6 @@
-"""``zerostart cache``: encode the media of a configuration once, for the runs that train on them.
+"""``zerostart cache``: encode the media of a configuration once.
 
-Also the worker of its own local ranks: ``python -m zerostart.cli.cache CONFIG [KEY=VALUE ...]``.
+Its ranks run ``python -m zerostart.cli.cache CONFIG [KEY=VALUE ...]``.
 """
 
 from __future__ import annotations
@@ -18,17 +18,16 @@ from zerostart.errors import ConfigError
 def command(
     config: Config, overrides: Overrides = None, nproc: Ranks = None, download: Download = False
 ) -> None:
-    """Encode the media of a run once, and keep what comes out.
+    """Encode the media of a run once, for later runs.
 
-    Latents and embeddings are computed on all ranks. zerostart train then opens no file of an encoder.
-    A run that was killed continues where it stopped; a
-    cache that is there already is compared with what is asked for.
+    All ranks compute latents and embeddings; zerostart train then opens no file of an encoder. A killed run
+    continues where it stopped. An existing cache is compared with the configuration.
     """
     run_config("zerostart.cli.cache", [str(config), *(overrides or [])], nproc, _run, download)
 
 
 def _run(arguments: list[str]) -> dict[str, Any]:
-    """One rank's part; returns where the cache is, and of how many items."""
+    """Encode one rank's part; return the directory and digest of the cache."""
     from zerostart.distributed.world import current_world
     from zerostart.training.config.load import load_config
     from zerostart.training.data.cache import ensure_cache

@@ -1,4 +1,4 @@
-"""``zerostart config``: write a training configuration to begin with, and the files of launchers."""
+"""``zerostart config``: write an initial training configuration."""
 
 from __future__ import annotations
 
@@ -31,43 +31,22 @@ def command(
         ),
     ] = 3,
     lora: Annotated[bool, typer.Option("--lora", help="Train low-rank adapters.")] = False,
-    accelerate: Annotated[
-        bool,
-        typer.Option("--accelerate", help="Write a file for accelerate launch, too: OUT.accelerate.yaml."),
-    ] = False,
 ) -> None:
-    """Write a training configuration to begin with.
+    """Write an initial training configuration.
 
-    It has a comment at each key that users change. Nothing is overwritten. What is left to do is to
-    name the model and the data.
+    It has a comment at each key that users change. Name the model and the data in it. An existing file is
+    not overwritten.
     """
     from zerostart.engines import Mesh, check_choice, default_engine
     from zerostart.training.config.templates import described
 
     chosen = check_choice(engine or default_engine(), zero_stage).for_stage(zero_stage, None, Mesh(1), None)
-    files = {out: described(family, chosen, lora)}
-    if accelerate:
-        launcher = {"distributed_type": "MULTI_GPU", "num_machines": 1, "num_processes": 8}
-        files[out.with_suffix(".accelerate.yaml")] = _yaml(launcher)
-    _write(files)
-
-
-def _yaml(values: dict[str, object]) -> str:
-    import yaml
-
-    text: str = yaml.safe_dump(values, sort_keys=False)
-    return text
-
-
-def _write(files: dict[Path, str]) -> None:
-    there = [str(path) for path in files if path.exists() or path.is_symlink()]
-    if there:
-        raise ConfigError(f"{', '.join(there)} already exist; choose another name, or remove them")
-    for path, text in files.items():
-        try:
-            # "x", should somebody else have made it since the look above.
-            with path.open("x", encoding="utf-8") as file:
-                file.write(text)
-        except OSError as error:
-            raise WriteError(f"{path} cannot be written: {error.strerror}") from error
-        typer.echo(f"wrote {path}")
+    if out.exists() or out.is_symlink():
+        raise ConfigError(f"{out} already exists; choose another name, or remove it")
+    try:
+        # "x", in case another process has created it meanwhile.
+        with out.open("x", encoding="utf-8") as file:
+            file.write(described(family, chosen, lora))
+    except OSError as error:
+        raise WriteError(f"{out} cannot be written: {error.strerror}") from error
+    typer.echo(f"wrote {out}")

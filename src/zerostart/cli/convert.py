@@ -1,28 +1,17 @@
-"""``zerostart convert`` and ``export``: write a checkpoint in another format, or as a model directory."""
+"""``zerostart convert`` and ``export``: write a checkpoint in another format."""
 
 from __future__ import annotations
 
-import enum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from zerostart.checkpoint.paths import scheme_of, shown_url
+from zerostart.cli.options import WeightDtype
 
-
-class _Format(enum.StrEnum):
-    hf = "hf"
-    dcp = "dcp"
-    original = "original"
-
-
-class _Dtype(enum.StrEnum):
-    """Types that weights are written in."""
-
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
+if TYPE_CHECKING:
+    from zerostart.state.converting.convert import Converted
 
 
 def convert(
@@ -33,26 +22,21 @@ def convert(
         str,
         typer.Argument(metavar="B", help="Directory to write to, or the URL of one in a store."),
     ],
-    to: Annotated[_Format, typer.Option("--to", help="Format of B.")],
+    to: Annotated[Literal["hf", "dcp", "original"], typer.Option("--to", help="Format of B.")],
     dtype: Annotated[
-        _Dtype | None, typer.Option(help="Floating type of the weights; without it each stays as it is.")
+        WeightDtype | None, typer.Option(help="Floating type of the weights; default: unchanged.")
     ] = None,
     max_shard_size: Annotated[
-        str, typer.Option(metavar="SIZE", help="hf, original: most bytes of one file.")
+        str, typer.Option(metavar="SIZE", help="hf, original: maximum size of one file.")
     ] = "5GB",
 ) -> None:
     """Write the weights of a checkpoint in another format.
 
-    Memory is bounded. B appears whole or not at all. The states of an optimizer are left out.
+    Memory is bounded. B appears whole or not at all. Optimizer states are left out.
     """
-    from rich.filesize import decimal
-
     import zerostart
 
-    name = None if dtype is None else dtype.value
-    made = zerostart.convert(source, out, to.value, dtype=name, max_shard_size=max_shard_size)
-    files = f"{len(made.files)} {'file' if len(made.files) == 1 else 'files'}"
-    typer.echo(f"{shown_url(str(made.path))}: {made.tensors} tensors, {decimal(made.bytes)} in {files}")
+    _print_written(zerostart.convert(source, out, to, dtype=dtype, max_shard_size=max_shard_size))
 
 
 def export(
@@ -66,7 +50,7 @@ def export(
     ],
     out: Annotated[str, typer.Argument(metavar="OUT", help="Directory to write to, or a URL of a store.")],
     dtype: Annotated[
-        _Dtype | None, typer.Option(help="Floating type of the weights; without it each stays as it is.")
+        WeightDtype | None, typer.Option(help="Floating type of the weights; default: unchanged.")
     ] = None,
     push_to_hub: Annotated[
         str | None,
@@ -76,28 +60,33 @@ def export(
         bool | None,
         typer.Option("--private", help="With --push-to-hub: a private repository.", show_default=False),
     ] = None,
-    max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Most bytes of one file.")] = "5GB",
+    max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Maximum size of one file.")] = "5GB",
 ) -> None:
     """Write a training checkpoint as an ordinary model directory.
 
-    One process does it, in bounded memory: RUN may be larger than the machine's.
+    One process does it in bounded memory: RUN may be larger than the host memory.
     """
     if private and push_to_hub is None:
-        raise typer.BadParameter("--private is of --push-to-hub, which was not given")
+        raise typer.BadParameter("--private needs --push-to-hub")
     if push_to_hub is not None and scheme_of(out):
         raise typer.BadParameter("is for a directory, and OUT is a URL", param_hint="--push-to-hub")
-    import torch
-    from rich.filesize import decimal
+    from zerostart.loading.request import dtype_of
+    from zerostart.state.converting.convert import convert as convert_files
 
-    from zerostart.state.converting.convert import export as export_files
-
-    chosen = None if dtype is None else getattr(torch, dtype.value)
-    made = export_files(run, out, chosen, max_shard_size)
-    files = f"{len(made.files)} {'file' if len(made.files) == 1 else 'files'}"
-    typer.echo(f"{shown_url(str(made.path))}: {made.tensors} tensors, {decimal(made.bytes)} in {files}")
+    _print_written(
+        convert_files(run, out, dtype=dtype_of(dtype), max_shard_size=max_shard_size, replace=True)
+    )
     if push_to_hub is not None:
         from zerostart.distributed.world import current_world
         from zerostart.state.saving.hub import push
 
         root = str(Path(run).absolute())
         typer.echo(f"pushed to {push(out, push_to_hub, root, current_world(), private)}")
+
+
+def _print_written(converted: Converted) -> None:
+    from rich.filesize import decimal
+
+    files = f"{len(converted.files)} {'file' if len(converted.files) == 1 else 'files'}"
+    sizes = f"{converted.tensors} tensors, {decimal(converted.bytes)} in {files}"
+    typer.echo(f"{shown_url(str(converted.path))}: {sizes}")

@@ -10,7 +10,6 @@ import importlib.metadata
 import json
 import platform
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,8 +20,8 @@ if TYPE_CHECKING:
 
     from zerostart.upstream.guard import Use
 
-#: Beside the libraries that the registry knows versions of: what users combine zerostart with.
-_OTHERS = ("huggingface-hub", "safetensors", "numpy", "trl", "datasets")
+#: Further libraries that users combine with zerostart.
+_FURTHER_LIBRARIES = ("huggingface-hub", "safetensors", "numpy", "trl", "datasets")
 _GPUS = Path("/proc/driver/nvidia/gpus")
 
 
@@ -37,39 +36,32 @@ def command(
     ] = False,
 ) -> None:
     """Show versions and devices; with --check, whether they work."""
-    with _uncollected() if check else contextlib.nullcontext():
-        found = _found(check)
-    if as_json:
-        print(json.dumps(found, indent=1))
+    if check:
+        from zerostart.loading.preparation import no_garbage_collection
+
+        atexit.register(gc.freeze)  # no garbage collection at exit
+        with no_garbage_collection():
+            facts = _collect(check)
     else:
-        _print(found, check)
-    if any(use["misfit"] for use in found["uses"]):
+        facts = _collect(check)
+    if as_json:
+        print(json.dumps(facts, indent=1))
+    else:
+        _print(facts, check)
+    if any(use["misfit"] for use in facts["uses"]):
         raise typer.Exit(1)
 
 
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    # On the way out the interpreter collects once more, but for what is frozen.
-    atexit.register(gc.freeze)
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()
-
-
-def _found(check: bool) -> dict[str, Any]:
+def _collect(check: bool) -> dict[str, Any]:
     from zerostart.upstream.guard import declared_uses
     from zerostart.upstream.versions import LIBRARIES
 
-    # By metadata: an import of all libraries takes seconds, and may fail.
+    # From metadata, since importing all libraries takes seconds and may fail.
     installed = {library.name: library.installed() for library in LIBRARIES}
     uses = [use for use in declared_uses() if installed[use.library.name]] if check else []
     return {
         "installed": {"zerostart": _version("zerostart"), **installed}
-        | {name: _version(name) for name in _OTHERS},
+        | {name: _version(name) for name in _FURTHER_LIBRARIES},
         "supported": {
             library.name: {
                 "range": library.specifier,
@@ -97,7 +89,7 @@ def _version(name: str) -> str | None:
 def _misfit(use: Use) -> str:
     from zerostart.upstream.versions import DEEPSPEED
 
-    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed says there what it found.
+    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints its findings
         try:
             if use.library is DEEPSPEED:
                 from zerostart.upstream.deepspeed.zero3_partitions import import_deepspeed
@@ -105,7 +97,7 @@ def _misfit(use: Use) -> str:
                 import_deepspeed()
             importlib.import_module(use.library.name)
             return use.misfit()
-        except Exception as error:  # An import may fail with anything; it is what is asked for.
+        except Exception as error:  # an import may raise anything, which is the result
             return f"{use.library.name} cannot be imported: {error}"
 
 
@@ -126,46 +118,41 @@ def _devices(check: bool) -> dict[str, object]:
 
 
 def _model(information: Path) -> str:
-    """The name in a file of NVIDIA's driver."""
+    """Return the GPU's name in a file of NVIDIA's driver."""
     lines = information.read_text(encoding="utf-8", errors="replace").splitlines()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("Model:")), "unknown")
 
 
-def _verdict(found: dict[str, Any]) -> str:
-    versions = {name: version for name, version in found["installed"].items() if version is not None}
-    misfits = [use for use in found["uses"] if use["misfit"]]
-    compared = len(found["uses"])
+def _verdict(facts: dict[str, Any]) -> str:
+    versions = {name: version for name, version in facts["installed"].items() if version is not None}
+    misfits = [use for use in facts["uses"] if use["misfit"]]
+    compared = len(facts["uses"])
     if not misfits:
-        unknown = [name for name, supported in found["supported"].items() if supported["known"] is False]
-        news = ", ".join(f"{name} {versions[name]}" for name in unknown)
-        untried = f", though it was not tried with {news}" if news else ""
-        return f"zerostart works here: all {compared} places that it builds on are as known{untried}"
+        return f"zerostart works here: all {compared} places that it builds on are as known"
     libraries = ", ".join(
         f"{name} {versions[name]}" for name in dict.fromkeys(_library(use) for use in misfits)
     )
     return f"zerostart does not fit {libraries}: {len(misfits)} of {compared} places differ, named at the end"
 
 
-def _print(found: dict[str, Any], check: bool) -> None:
+def _print(facts: dict[str, Any], check: bool) -> None:
     from rich.console import Console
     from rich.filesize import decimal
-    from rich.text import Text
 
-    console = Console(highlight=False)
-    devices = found["devices"]
+    devices = facts["devices"]
     accelerators = ", ".join(devices["accelerators"]) or "no NVIDIA driver"
     if devices["usable"] is not None:
         accelerators += f" (torch can use {devices['usable']})"
     memory = f"{decimal(devices['available_memory_bytes'])} of memory left"
     if check:
-        wrong = any(use["misfit"] for use in found["uses"])
-        console.print(Text(_verdict(found), style="red" if wrong else "green"))
-    console.print(Text(f"Python {found['python']}, {found['platform']}"))
-    console.print(Text(f"{devices['cores']:g} cores, {memory}, {accelerators}"))
-    console.print(_libraries(found))
-    for use in found["uses"]:
+        wrong = any(use["misfit"] for use in facts["uses"])
+        typer.secho(_verdict(facts), fg="red" if wrong else "green")
+    typer.echo(f"Python {facts['python']}, {facts['platform']}")
+    typer.echo(f"{devices['cores']:g} cores, {memory}, {accelerators}")
+    Console(highlight=False).print(_libraries(facts))
+    for use in facts["uses"]:
         if use["misfit"]:
-            console.print(Text(f"{use['misfit']} ({use['why']})", style="red"))
+            typer.secho(f"{use['misfit']} ({use['why']})", fg="red")
 
 
 def _library(use: dict[str, Any]) -> str:
@@ -173,19 +160,19 @@ def _library(use: dict[str, Any]) -> str:
     return owner.replace(":", ".").partition(".")[0]
 
 
-def _libraries(found: dict[str, Any]) -> Table:
+def _libraries(facts: dict[str, Any]) -> Table:
     from rich.table import Table
     from rich.text import Text
 
     table = Table("installed", "", "known", "", box=None, padding=(0, 2, 0, 0))
-    table.add_row("zerostart", found["installed"]["zerostart"])
-    for name, supported in found["supported"].items():
-        version = found["installed"][name]
+    table.add_row("zerostart", facts["installed"]["zerostart"])
+    for name, supported in facts["supported"].items():
+        version = facts["installed"][name]
         remark = "" if supported["known"] else "not a version that zerostart knows"
         if version is None:
             remark = f"pip install 'zerostart[{supported['extra']}]'" if supported["extra"] else "missing"
         table.add_row(name, version or "-", supported["range"], Text(remark))
-    for name in _OTHERS:
-        if found["installed"][name]:
-            table.add_row(name, found["installed"][name])
+    for name in _FURTHER_LIBRARIES:
+        if facts["installed"][name]:
+            table.add_row(name, facts["installed"][name])
     return table

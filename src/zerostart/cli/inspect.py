@@ -1,20 +1,18 @@
-"""``zerostart inspect``, ``verify`` and ``diff``: what checkpoints hold, alone and beside each other."""
+"""``zerostart inspect``, ``verify`` and ``diff``: show, check and compare checkpoints."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from zerostart.checkpoint.catalog import Assembled, Catalog, TensorEntry
 from zerostart.checkpoint.strict_json import dump_json
-from zerostart.cli.options import Download, fetched
+from zerostart.cli.options import Download, download_if
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from zerostart.checkpoint.formats.pipeline import Component
 
 _LARGEST = 5
@@ -25,24 +23,22 @@ def inspect(
         str,
         typer.Argument(metavar="SOURCE", help="Directory, file, URL, or hub id in the local cache."),
     ],
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print everything, tensor by tensor, as JSON.")
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all tensors as JSON.")] = False,
     download: Download = False,
 ) -> None:
     """Show files, tensors and sizes of a checkpoint.
 
-    Reads no weights. Of a diffusers pipeline it shows the models, each of which is a source of its own.
+    Reads no weights. For a diffusers pipeline it shows the models, each of which is also a source.
     """
     from zerostart.checkpoint.formats.pipeline import components
     from zerostart.checkpoint.source import open_catalog, read_config, resolve_source
     from zerostart.checkpoint.storage import scheme_of
 
-    source = fetched(source, download)
+    source = download_if(source, download)
     path = None if scheme_of(source) else resolve_source(source)
-    found = components(path) if path is not None and path.is_dir() else None
-    if found is not None:
-        described = [_describe(component) for component in found]
+    models = components(path) if path is not None and path.is_dir() else None
+    if models is not None:
+        described = [_describe(component) for component in models]
         if as_json:
             print(dump_json({"root": str(path), "components": described}, indent=1))
         else:
@@ -104,7 +100,7 @@ def _document(catalog: Catalog, config: dict[str, Any]) -> dict[str, Any]:
                 "name": entry.name,
                 "dtype": entry.dtype,
                 "shape": list(entry.shape),
-                # None of both where the ranks of a job hold a part each.
+                # None if the ranks of a job hold a part each.
                 "file": names[entry.file] if isinstance(entry, TensorEntry) else None,
                 "offset": entry.offset if isinstance(entry, TensorEntry) else None,
                 "nbytes": entry.nbytes,
@@ -115,15 +111,9 @@ def _document(catalog: Catalog, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _print_summary(catalog: Catalog, config: dict[str, object]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
     from zerostart.errors import printable
 
-    console = Console()
-    facts = Table.grid(padding=(0, 2))
-    rows = {
+    facts = {
         "checkpoint": catalog.place,
         "architecture": ", ".join(_architectures(config)) or "not stated",
         "files": f"{len(catalog.files):,}",
@@ -131,21 +121,42 @@ def _print_summary(catalog: Catalog, config: dict[str, object]) -> None:
         "parameters": f"{sum(entry.numel for entry in catalog.weights.values()):,}",
         "bytes": f"{catalog.nbytes:,} ({readable(catalog.nbytes)})",
     }
-    for name, value in rows.items():
-        facts.add_row(name, Text(printable(value), overflow="fold"))
-    console.print(facts)
-    kinds = Table("dtype", title="By element type", title_justify="left")
-    _add_figures(kinds, "tensors", "parameters", "bytes")
-    for dtype, counts in _by_dtype(catalog).items():
-        kinds.add_row(dtype, f"{counts['tensors']:,}", f"{counts['parameters']:,}", readable(counts["bytes"]))
-    console.print(kinds)
-    table = Table("tensor", title="Largest tensors", title_justify="left")
-    _add_figures(table, "dtype", "shape", "bytes")
-    for entry in _largest(catalog, _LARGEST):
+    for name, value in facts.items():
+        print(f"{name:<12}  {printable(value)}")
+    _print_table(
+        "By element type",
+        ("dtype", "tensors", "parameters", "bytes"),
+        [
+            (dtype, f"{counts['tensors']:,}", f"{counts['parameters']:,}", readable(counts["bytes"]))
+            for dtype, counts in _by_dtype(catalog).items()
+        ],
+    )
+    _print_table(
+        "Largest tensors",
+        ("tensor", "dtype", "shape", "bytes"),
+        [
+            (entry.name, entry.dtype, str(list(entry.shape)), readable(entry.nbytes))
+            for entry in _largest(catalog, _LARGEST)
+        ],
+    )
+
+
+def _print_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print a table that breaks only its first column where the terminal is narrow."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from zerostart.errors import printable
+
+    table = Table(headings[0], title=Text(title), title_justify="left")
+    for heading in headings[1:]:
+        table.add_column(heading, no_wrap=True)
+    for first, *figures in rows:
         # Text, because square brackets in a stranger's names would be read as markup.
-        figures = (Text(entry.dtype), Text(str(list(entry.shape))), readable(entry.nbytes))
-        table.add_row(Text(printable(entry.name), overflow="fold"), *figures)
-    console.print(table)
+        name = Text("\n".join(map(printable, first.split("\n"))), overflow="fold")
+        table.add_row(name, *map(Text, figures))
+    Console().print(table)
 
 
 def readable(count: int) -> str:
@@ -155,13 +166,8 @@ def readable(count: int) -> str:
     return decimal(count)
 
 
-def _add_figures(table: Table, *headings: str) -> None:
-    for heading in headings:
-        table.add_column(heading, no_wrap=True)
-
-
 def _describe(component: Component) -> dict[str, object]:
-    """One model of a pipeline as plain data, from its headers."""
+    """Describe one model of a pipeline as plain data."""
     from zerostart.checkpoint.source import open_catalog
 
     catalog = open_catalog(component.path)
@@ -178,46 +184,42 @@ def _describe(component: Component) -> dict[str, object]:
 
 
 def _print_components(root: str, described: Sequence[dict[str, Any]]) -> None:
-    """A table of the models, and how to name one."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
     from zerostart.errors import printable
 
-    console = Console()
-    console.print(f"pipeline {printable(root)}", markup=False, soft_wrap=True)
-    # Below each other, for three columns of names leave no room for the figures.
-    table = Table("component\nclass\ndtypes", show_lines=True)
-    _add_figures(table, "tensors", "parameters", "bytes")
-    for one in described:
-        # Text, because square brackets in a stranger's names would be read as markup.
-        kind = printable(one["class"])
-        names = Text(f"{one['name']}\n{kind}\n{', '.join(one['dtypes'])}", overflow="fold")
-        figures = (f"{one['tensor_count']:,}", f"{one['parameters']:,}", readable(one["checkpoint_bytes"]))
-        table.add_row(names, *figures)
-    console.print(table)
+    _print_table(
+        f"pipeline {printable(root)}",
+        # One column, since three columns of names leave no room for the figures.
+        ("component\nclass\ndtypes", "tensors", "parameters", "bytes"),
+        [
+            (
+                f"{one['name']}\n{one['class']}\n{', '.join(one['dtypes'])}",
+                f"{one['tensor_count']:,}",
+                f"{one['parameters']:,}",
+                readable(one["checkpoint_bytes"]),
+            )
+            for one in described
+        ],
+    )
     if described:
-        first = f"{printable(root)}/{described[0]['name']}"
-        console.print(f"Each is a source of its own: {first}", markup=False, soft_wrap=True)
+        print(f"Each is a source of its own: {printable(root)}/{described[0]['name']}")
 
 
 def verify(
     path: Annotated[
-        str, typer.Argument(metavar="PATH", help="A directory that zerostart has saved, or its URL.")
+        str, typer.Argument(metavar="PATH", help="A directory that zerostart saved, or its URL.")
     ],
 ) -> None:
-    """Check a saved checkpoint by the digests beside it.
+    """Check a saved checkpoint against its recorded digests.
 
-    Reads each file once. A file or tensor that is not as it was saved ends it with status 1.
+    Reads each file once. Exits with status 1 if a file or tensor has changed.
     """
     import zerostart
     from zerostart.checkpoint.paths import shown_url
     from zerostart.errors import printable
 
-    found = zerostart.verify(path)
-    what = f"{found.files:,} files, {found.tensors:,} tensors, {readable(found.bytes)}"
-    print(f"{printable(shown_url(path))}: {what}, all as they were saved")
+    verified = zerostart.verify(path)
+    counts = f"{verified.files:,} files, {verified.tensors:,} tensors, {readable(verified.bytes)}"
+    print(f"{printable(shown_url(path))}: {counts}, all as they were saved")
 
 
 _DIFFERENT = 1
@@ -228,17 +230,17 @@ def diff(
         str,
         typer.Argument(metavar="A", help="A checkpoint: directory, file, URL, or hub id in the local cache."),
     ],
-    b: Annotated[str, typer.Argument(metavar="B", help="Another one.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="Another checkpoint.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print all names as JSON.")] = False,
 ) -> None:
     """Compare two checkpoints, tensor by tensor.
 
-    By their names, bit by bit. Exits with status 1 where there is a difference.
+    Compares tensors of equal names bit by bit. Exits with status 1 if there is a difference.
     """
     import zerostart
     from zerostart.checkpoint.strict_json import dump_json
 
-    found = zerostart.diff(a, b)
-    print(dump_json(found.document(), indent=1) if as_json else found)
-    if not found.same:
+    difference = zerostart.diff(a, b)
+    print(dump_json(difference.document(), indent=1) if as_json else difference)
+    if not difference.same:
         raise typer.Exit(_DIFFERENT)

@@ -1,4 +1,4 @@
-"""Start the ranks of one machine by ``torch.distributed.elastic``, and return their results or one error.
+"""Start the ranks of one machine, and return their results or one error.
 
 Environment of a worker, besides the variables of ``torchrun``: ``ZEROSTART_STORE`` (the file in which the
 ranks meet; their reports are next to it) and ``ZEROSTART_LAUNCHER_PID``.
@@ -39,11 +39,11 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 def run_local_ranks(
     module: str, argv: Sequence[str], nproc: int, *, env: Mapping[str, str] | None = None
 ) -> list[Any]:
-    """Run ``python -m module *argv`` as ``nproc`` ranks on this machine; return their results by rank.
+    """Run ``python -m module *argv`` as ``nproc`` local ranks; return results by rank.
 
-    The module's main calls ``worker_main``; the result of a rank is what its function returned, through JSON.
-    Rank 0 writes to this terminal; the output of the others is shown if they end without a report. The first
-    Ctrl-C (or SIGTERM) is passed on, and the ranks end in their own way; the second ends them.
+    The module's main calls ``worker_main``; the result of a rank is the return value of its function, through
+    JSON. Rank 0 writes to this terminal; the output of the others is shown if they end without a report. The
+    first Ctrl-C (or SIGTERM) is forwarded to the ranks; the second one stops them.
 
     Raises the ZerostartError that the ranks report, PeerError when a rank was killed, ended without a report
     or failed with a foreign exception, KeyboardInterrupt when the ranks were interrupted before they had a
@@ -63,7 +63,7 @@ def run_local_ranks(
         scratch = tempfile.TemporaryDirectory(prefix="zerostart-ranks.", ignore_cleanup_errors=True)
     except OSError as error:
         raise ConfigError(
-            f"no temporary folder can be made: {error}. Name another directory in the variable TMPDIR"
+            f"cannot create a temporary folder: {error}. Name another directory in the variable TMPDIR"
         ) from error
     with scratch as folder, _own_signals():
         try:
@@ -84,18 +84,17 @@ def run_local_ranks(
 
 
 def _environment(rank: int, nproc: int, folder: str) -> dict[str, str]:
-    has_loopback = "lo" in {name for _, name in socket.if_nameindex()}
     return {
         "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // nproc)),
         # Ranks on one machine need no host name that resolves.
-        **({"GLOO_SOCKET_IFNAME": "lo"} if has_loopback else {}),
+        **({"GLOO_SOCKET_IFNAME": "lo"} if any(name == "lo" for _, name in socket.if_nameindex()) else {}),
         **os.environ,
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(nproc),
         "LOCAL_WORLD_SIZE": str(nproc),
         "ZEROSTART_LAUNCHER_PID": str(os.getpid()),
-        # A file of this user alone: at a port another user could take the place of a rank.
+        # In a private folder: any user of the machine could join at a port.
         "ZEROSTART_STORE": f"{folder}/store",
     }
 
@@ -113,9 +112,9 @@ def _own_signals() -> Iterator[None]:
 
 
 def _supervise(context: PContext) -> tuple[dict[int, int], bool]:
-    """Wait for the ranks; return the exit codes of failed ones, the first failure first.
+    """Wait for the ranks; return exit codes of failed ranks in order of failure.
 
-    The second value is True if Ctrl-C was passed on.
+    The second value is True if Ctrl-C was forwarded.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
 
@@ -124,20 +123,20 @@ def _supervise(context: PContext) -> tuple[dict[int, int], bool]:
             result, interrupted = context.wait(period=POLL_SECONDS), False
         except SignalException as signalled:
             for pid in context.pids().values():
-                # The rank alone and not its group: its workers that load data are its own to end.
+                # Not to the process group: a rank stops its data workers itself.
                 with contextlib.suppress(ProcessLookupError):  # it has ended
                     os.kill(pid, signalled.sigval)
             result, interrupted = context.wait(period=POLL_SECONDS), True
     finally:
         context.close(timeout=TERMINATE_SECONDS)
-    assert result is not None, "it was waited for without a limit"
+    assert result is not None, "wait has no timeout"
     return {rank: failure.exitcode for rank, failure in result.failures.items()}, interrupted
 
 
 def _results(
     context: PContext, reports: list[dict[str, Any]], codes: Mapping[int, int], interrupted: bool
 ) -> list[object]:
-    # Whatever the exit code: threads of torch may abort the interpreter at its end.
+    # Ignore exit codes: threads of torch may abort the interpreter at its end.
     if all("result" in report for report in reports):
         return [report["result"] for report in reports]
     failed = {rank: report for rank, report in enumerate(reports) if "type" in report}
@@ -179,10 +178,10 @@ def _error(rank: int, report: Mapping[str, str]) -> ZerostartError:
 
 
 def worker_main(function: Callable[[list[str]], object]) -> NoReturn:
-    """Run ``function(argv)`` as one rank and end the process with 0, 1 (error) or 130 (interrupted).
+    """Run ``function(argv)`` as one rank, and end the process.
 
-    The function returns plain JSON data, the rank's result in ``run_local_ranks``. Any exception is reported
-    to the launcher and not printed: it prints one line for all ranks.
+    The function returns plain JSON data, the rank's result in ``run_local_ranks``. Exceptions are reported to
+    the launcher, which prints one line for all ranks. Exit codes: 0, 1 (error) or 130 (interrupted).
     """
     _die_with_launcher()
     try:
@@ -197,14 +196,17 @@ def worker_main(function: Callable[[list[str]], object]) -> NoReturn:
 
 
 def _leave(code: int) -> NoReturn:
-    # Not sys.exit: an interpreter whose process group waits for a dead peer ends only at the group's timeout.
+    # Not sys.exit, which would wait until the process group times out on a dead peer.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
 def _report(report: dict[str, object]) -> None:
-    """Write this rank's report, and wait for those of the others, which end with the first failed process."""
+    """Write this rank's report, and wait for the other reports.
+
+    The launcher stops all ranks when the first process fails.
+    """
     folder = Path(os.environ["ZEROSTART_STORE"]).parent
     temporary = folder / f"{os.environ['RANK']}.tmp"
     temporary.write_text(dump_json(report))
@@ -232,10 +234,9 @@ def _die_with_launcher() -> None:
 def join_group() -> None:
     """Initialise ``torch.distributed`` for this rank from its environment, unless it is already.
 
-    Uses the file of the local launcher, where there is one, and the ordinary ``env://`` rendezvous
-    (``torchrun``, ``accelerate launch``) elsewhere. The backend is gloo for tensors on the host and that of
-    the accelerator, whose device is made current. Raises ConfigError for an accelerator that no backend
-    serves, and where the hosts cannot connect to each other.
+    Uses the file of the local launcher if there is one, otherwise the ``env://`` rendezvous (``torchrun``,
+    ``accelerate launch``). The backends are gloo for the host and the accelerator's own, whose device becomes
+    current. Raises ConfigError for an accelerator without a backend, and if hosts cannot connect.
     """
     import torch.distributed as dist
 
@@ -253,10 +254,10 @@ def join_group() -> None:
         store.set_timeout(dist.default_pg_timeout)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
         return
-    # Where an accelerator has a backend of its own, gloo carries messages alone.
-    few = contextlib.nullcontext() if backend == "gloo" else connected_lazily()
+    # With an accelerator, gloo sends only small messages, so it connects lazily.
+    lazily = contextlib.nullcontext() if backend == "gloo" else connected_lazily()
     try:
-        with few:
+        with lazily:
             dist.init_process_group(backend)
     except RuntimeError as error:
         if remedy := explain(error):

@@ -1,6 +1,6 @@
-"""``zerostart load``: rehearse a load on local ranks, and compare it with an unsharded one.
+"""``zerostart load``: rehearse a load on local ranks.
 
-Also the worker of its own local ranks: ``python -m zerostart.cli.load OPTIONS-AS-JSON``.
+Its ranks run ``python -m zerostart.cli.load OPTIONS-AS-JSON``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,14 @@ import typer
 
 from zerostart.checkpoint.strict_json import dump_json
 from zerostart.cli.launch import join_group, leave_group, run_local_ranks, worker_main
-from zerostart.cli.options import LOAD_OPTIONS, Download, SourceArgument, fetched, takes, values_of
+from zerostart.cli.options import (
+    LOAD_OPTIONS,
+    Download,
+    SourceArgument,
+    add_options,
+    download_if,
+    parse_values,
+)
 from zerostart.errors import ConfigError, ZerostartError
 
 if TYPE_CHECKING:
@@ -22,7 +29,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-@takes(*LOAD_OPTIONS)
+@add_options(*LOAD_OPTIONS)
 def command(
     source: SourceArgument,
     nproc: Annotated[
@@ -35,16 +42,15 @@ def command(
         Path | None, typer.Option("--json", metavar="FILE", help="Write the result to this file.")
     ] = None,
     download: Download = False,
-    **given: Any,
+    **values: Any,
 ) -> None:
     """Rehearse a load on this machine: time it, measure it, verify it.
 
-    All ranks load, on their engine; --verify compares every element with an unsharded load. Ends with the
-    forecast and the measurement side by side.
+    All ranks load with the chosen engine. --verify compares every element with an unsharded load.
     """
     options = {
-        "source": fetched(source, download),
-        **values_of(given),
+        "source": download_if(source, download),
+        **parse_values(values),
         "verify": verify,
     }
     ranks = run_local_ranks("zerostart.cli.load", [json_module.dumps(options)], nproc)
@@ -61,11 +67,11 @@ def command(
 
 
 def _summed(ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """The contract's JSON form."""
-    kept = ("rank", "seconds", "read_bytes", "peak_host_bytes", "peak_device_bytes")
+    """Return the content of the JSON file."""
+    columns = ("rank", "seconds", "read_bytes", "peak_host_bytes", "peak_device_bytes")
     first = ranks[0]
     return {
-        "ranks": [{key: rank[key] for key in kept} for rank in ranks],
+        "ranks": [{key: rank[key] for key in columns} for rank in ranks],
         "missing": first["missing"],
         "unexpected": first["unexpected"],
         "mismatched": first["mismatched"],
@@ -82,18 +88,14 @@ def _show(result: dict[str, Any], text: str) -> None:
 
     console = Console()
     say(console, text)
-    slowest = max(result["ranks"], key=lambda rank: rank["seconds"]["total"])
     if len(result["ranks"]) > 1:
-        say(
-            console,
-            f"All {len(result['ranks'])} ranks: {result['seconds']:.2f} s (rank {slowest['rank']} was last)",
-        )
+        say(console, f"All {len(result['ranks'])} ranks: {result['seconds']:.2f} s")
     if result["verified"]:
         say(console, "Verified: every element equals the unsharded load")
 
 
 def _run(argv: list[str]) -> dict[str, object]:
-    """One rank's rehearsal."""
+    """Load on one rank, and return its result."""
     import dataclasses
 
     import zerostart
@@ -103,7 +105,7 @@ def _run(argv: list[str]) -> dict[str, object]:
 
     options = json_module.loads(argv[0])
     verify = options.pop("verify")
-    # What a training script has imported long before; the rehearsal times the load alone.
+    # Import the model's library first, as a training script would, so that only the load is timed.
     request = Request(**options).with_engine()
     request.resolve(int(os.environ["WORLD_SIZE"])).require()
     catalog = open_catalog(options["source"])
@@ -111,14 +113,14 @@ def _run(argv: list[str]) -> dict[str, object]:
     forecast = _forecast(options)
     join_group()
     model = zerostart.load(**options)
-    made = zerostart.report(model)
+    report = zerostart.report(model)
     wrong = _differences(model, str(options["source"]), request.dtype) if verify else None
     leave_group()
-    facts = dataclasses.asdict(made)
+    facts = dataclasses.asdict(report)
     return {
         **facts,
-        "seconds": made.phases,
-        "text": str(made),
+        "seconds": report.phases,
+        "text": str(report),
         "verified": None if wrong is None else not wrong,
         "wrong": wrong or [],
         "forecast": forecast,
@@ -126,21 +128,21 @@ def _run(argv: list[str]) -> dict[str, object]:
 
 
 def _forecast(options: dict[str, Any]) -> list[dict[str, Any]]:
-    """What the load is foreseen to read and hold, of each rank; told by the first rank, before it begins.
+    """Return the forecast of each rank; on rank 0 only.
 
-    Before, since what a load takes depends on what is in the page cache.
+    Call it before the load, which changes the page cache.
     """
     import zerostart
 
-    # Not collective: rank 0 plans for all, and the others wait for it where the group is made.
+    # Not collective: the other ranks wait for rank 0 when they join the group.
     if int(os.environ["RANK"]):
         return []
     try:
-        made = zerostart.plan(**options, world_size=int(os.environ["WORLD_SIZE"]))
+        plan = zerostart.plan(**options, world_size=int(os.environ["WORLD_SIZE"]))
     except ZerostartError:
-        return []  # What cannot be planned cannot be loaded: the load will say so, on every rank.
-    kept = ("rank", "read_bytes", "read_ops", "peak_host_bytes", "peak_device_bytes", "read_seconds")
-    return [{key: getattr(rank, key) for key in kept} for rank in made.ranks]
+        return []  # the load will raise the same error on every rank
+    columns = ("rank", "read_bytes", "read_ops", "peak_host_bytes", "peak_device_bytes", "read_seconds")
+    return [{key: getattr(rank, key) for key in columns} for rank in plan.ranks]
 
 
 def _differences(model: nn.Module, source: str, dtype: torch.dtype | None) -> list[str]:
@@ -156,41 +158,36 @@ def _differences(model: nn.Module, source: str, dtype: torch.dtype | None) -> li
     root = catalog.root
     if loading is None or root is None:
         raise ConfigError(
-            f"--verify compares with what the model's library loads, but {type(model).__name__} "
+            f"--verify compares with the model's library, but {type(model).__name__} "
             "belongs to no known library"
         )
     reference: dict[str, torch.Tensor] = {}
     buffers: dict[str, torch.Tensor] = {}
-    # One whole copy to compare with, on one rank: all ranks on this machine would need as many.
+    # Only rank 0 loads the whole model to compare with.
     if dist.get_rank() == 0:
         with whole_copy(catalog) as folder:
             plain = loading(folder, dtype)
         reference, buffers = plain.state_dict(), dict(plain.named_buffers())
     wrong = []
-    seen = set()
-    # Every rank walks along, as each tensor is gathered by all; ``reference`` is empty on the others, whose
-    # result nobody looks at.
+    loaded = set()
+    # All ranks gather each tensor; ``reference`` is empty except on rank 0, whose result counts.
     for name, tensor in zerostart.full_tensors(model):
         if tensor is not None:
-            seen.add(name)
+            loaded.add(name)
             if name not in reference or not _same(tensor, reference[name]):
                 wrong.append(name)
-    # Buffers that are in no state dict are compared as well: they were computed while the model was built.
+    # Compare buffers that are in no state dict, too; they are computed while the model is built.
     own = {name: buffer.cpu() for name, buffer in model.named_buffers()}
     wrong += [name for name, buffer in buffers.items() if name not in own or not _same(own[name], buffer)]
-    return sorted({*wrong, *(reference.keys() - seen)})
+    return sorted({*wrong, *(reference.keys() - loaded)})
 
 
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+def _same(*pair: torch.Tensor) -> bool:
+    """Return True if dtypes, shapes and bits are equal."""
     import torch
 
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(_bits(a), _bits(b))
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    import torch
-
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    a, b = (tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in pair)
+    return pair[0].dtype == pair[1].dtype and pair[0].shape == pair[1].shape and torch.equal(a, b)
 
 
 if __name__ == "__main__":

@@ -19,30 +19,30 @@ if TYPE_CHECKING:
 MAX_KINDS = 12
 
 
-def show_plan(made: WorldPlan, source: str, console: Console | None = None) -> None:
+def show_plan(plan: WorldPlan, source: str, console: Console | None = None) -> None:
     """Print the plan for a person."""
     from zerostart.engines import titled
 
     console = console or Console()
     say(
         console,
-        f"{shown_url(source)}: {decimal(made.checkpoint_bytes)}, {made.parameters:,} elements, "
-        f"largest tensor {decimal(made.largest_tensor_bytes)}; planned in {made.planning_seconds:.2f} s",
+        f"{shown_url(source)}: {decimal(plan.checkpoint_bytes)}, {plan.parameters:,} elements, "
+        f"largest tensor {decimal(plan.largest_tensor_bytes)}; planned in {plan.planning_seconds:.2f} s",
     )
-    many = "1 rank" if made.world_size == 1 else f"{made.world_size:,} ranks"
-    engine = f"{titled(made.engine, made.zero_stage)} ({made.engine_reason})"
-    say(console, f"{engine}, {many}, {made.optimizer}")
-    classes = sorted(made.classes, key=lambda pair: -_highest(pair[0]))
-    for table in _tables(made, classes[:MAX_KINDS]):
+    world = "1 rank" if plan.world_size == 1 else f"{plan.world_size:,} ranks"
+    engine = f"{titled(plan.engine, plan.zero_stage)} ({plan.engine_reason})"
+    say(console, f"{engine}, {world}, {plan.optimizer}")
+    classes = sorted(plan.classes, key=lambda pair: -_highest(pair[0]))
+    for table in _tables(plan, classes[:MAX_KINDS]):
         console.print(table)
     if len(classes) > MAX_KINDS:
         say(console, f"... and {len(classes) - MAX_KINDS} more kinds of ranks, each of which holds less")
-    for line in _lines(made):
+    for line in _lines(plan):
         say(console, line)
 
 
 def _tables(
-    made: WorldPlan, classes: Sequence[tuple[RankForecast, Sequence[RankForecast]]]
+    plan: WorldPlan, classes: Sequence[tuple[RankForecast, Sequence[RankForecast]]]
 ) -> tuple[Table, Table]:
     from zerostart.loading.forecast.result import PHASE_TITLES, number_ranges
 
@@ -53,7 +53,7 @@ def _tables(
     for shown, alike in classes:
         name = number_ranges(rank.rank for rank in alike)
         reading.add_row(name, decimal(shown.read_bytes), f"{shown.read_ops:,}", duration(shown.read_seconds))
-        for kind in ("device", "host") if made.accelerator else ("host",):
+        for kind in ("device", "host") if plan.accelerator else ("host",):
             sizes = [decimal(getattr(m, f"{kind}_bytes")) for m in shown.memory.values()]
             holding.add_row(name, kind, *sizes)
             name = ""
@@ -73,19 +73,19 @@ def _highest(rank: RankForecast) -> int:
     return max((m.host_bytes + m.device_bytes for m in rank.memory.values()), default=0)
 
 
-def _lines(made: WorldPlan) -> Iterable[str]:
-    if not made.accelerator:
+def _lines(plan: WorldPlan) -> Iterable[str]:
+    if not plan.accelerator:
         yield "(the device is the CPU: its memory is host memory)"
-    yield from map(_verdict, made.fits)
-    rates = ", ".join(f"{name} {decimal(int(rate))}/s" for name, rate in made.rates.items() if rate)
+    yield from map(_verdict, plan.fits)
+    rates = ", ".join(f"{name} {decimal(int(rate))}/s" for name, rate in plan.rates.items() if rate)
     if rates:
         yield f"Times at {rates}; storage is what one machine gets"
-    if made.exchanged_bytes:
-        yield f"All ranks together get {decimal(sum(made.exchanged_bytes))} from others"
-    if made.tier is not None:
-        yield f"Whole parameters on every rank, {made.tier}"
+    if plan.exchanged_bytes:
+        yield f"All ranks together get {decimal(sum(plan.exchanged_bytes))} from others"
+    if plan.tier is not None:
+        yield f"Whole parameters on every rank, {plan.tier}"
     for kind in ("missing", "unexpected", "computed_whole"):
-        if names := getattr(made, kind):
+        if names := getattr(plan, kind):
             more = ", ..." if len(names) > 5 else ""
             yield f"{kind.replace('_', ' ')} ({len(names)}): {', '.join(names[:5])}{more}"
 

@@ -15,31 +15,31 @@ Command = TypeVar("Command", bound=Callable[..., None])
 
 @dataclass(frozen=True)
 class Option:
-    """One option; a size is like 80GB, a rate like 7GB/s, and json the path of a file."""
+    """One option of a command; sizes are like 80GB, and rates like 7GB/s."""
 
     name: str
     help: str
     kind: Literal["text", "number", "switch", "size", "rate", "dtype", "json"] = "text"
     default: Any = None
-    least: int | None = None
-    most: int | None = None
+    minimum: int | None = None
+    maximum: int | None = None
 
 
 ENABLE_OPTIONS = (
     Option("engine", "deepspeed or fsdp2; default: what the script is set up for."),
     Option(
         "zero_stage",
-        "With --engine, 3 shards parameters, 0 to 2 leave them whole.",
+        "With --engine: 3 shards parameters, 0 to 2 keep them whole.",
         "number",
-        least=0,
-        most=3,
+        minimum=0,
+        maximum=3,
     ),
     Option("engine_config", "A JSON file: DeepSpeed's configuration, or the settings of FSDP2.", "json"),
-    Option("expert_parallel", "Ranks that share experts.", "number", 1, least=1),
-    Option("tensor_parallel", "Ranks that share a tensor.", "number", 1, least=1),
-    Option("sequence_parallel", "Ranks that share each sequence.", "number", 1, least=1),
-    Option("memory_limit", "Most staging buffers of a rank.", "size"),
-    Option("chunk_size", "Most bytes of one read.", "size"),
+    Option("expert_parallel", "Ranks that share experts.", "number", 1, minimum=1),
+    Option("tensor_parallel", "Ranks that share a tensor.", "number", 1, minimum=1),
+    Option("sequence_parallel", "Ranks that share each sequence.", "number", 1, minimum=1),
+    Option("memory_limit", "Maximum size of a rank's staging buffers.", "size"),
+    Option("chunk_size", "Maximum size of one read.", "size"),
 )
 LOAD_OPTIONS = (
     Option("engine", "deepspeed or fsdp2; default: the launcher's, else the one that is installed."),
@@ -48,26 +48,26 @@ LOAD_OPTIONS = (
     Option("dtype", "Floating dtype, such as bfloat16; default: the checkpoint's own.", "dtype"),
     Option(
         "exchange",
-        "Read what several ranks want once and exchange it, or on each; default: what is faster.",
+        "Read shared bytes once and exchange them, or on each rank; default: the faster way.",
         "switch",
     ),
-    Option(
-        "trust_remote_code", "Run the code of the model that lies beside the checkpoint.", "switch", False
-    ),
+    Option("trust_remote_code", "Run model code from the checkpoint.", "switch", False),
 )
 FORECAST_OPTIONS = (
     Option(
         "device_memory",
-        "Memory of one accelerator, such as 80GB; plans for accelerators also where there is none.",
+        "Memory of one accelerator, such as 80GB; also on machines without one.",
         "size",
     ),
-    Option("host_memory", "Memory of one machine, which up to 8 ranks share.", "size"),
-    Option("storage_rate", "What storage gives to one machine, such as 7GB/s.", "rate"),
-    Option("interconnect_rate", "What one rank exchanges with others, such as 200GB/s.", "rate"),
+    Option("host_memory", "Memory of one machine, shared by up to 8 ranks.", "size"),
+    Option("storage_rate", "Bandwidth of the storage to one machine, such as 7GB/s.", "rate"),
+    Option("interconnect_rate", "Bandwidth between ranks, for each rank, such as 200GB/s.", "rate"),
     Option("optimizer", "adamw, fused_adamw, adam, momentum or sgd; default: as configured, else adamw."),
 )
 _KINDS = {option.name: option.kind for option in (*LOAD_OPTIONS, *FORECAST_OPTIONS)}
 
+#: Types that weights are written in.
+WeightDtype = Literal["float32", "bfloat16", "float16"]
 SourceArgument = Annotated[
     str,
     typer.Argument(metavar="SOURCE", help="A checkpoint: directory, file, URL, or cached hub id."),
@@ -75,8 +75,8 @@ SourceArgument = Annotated[
 Download = Annotated[bool, typer.Option("--download", help="Fetch a hub id that is not in the local cache.")]
 
 
-def fetched(source: str, download: bool) -> str:
-    """Download ``source`` if that was asked for, and return it; raises CheckpointNotFoundError."""
+def download_if(source: str, download: bool) -> str:
+    """Download ``source`` if ``download``, and return it. Raises CheckpointNotFoundError."""
     if download:
         from zerostart.checkpoint.source import download as fetch
 
@@ -84,13 +84,13 @@ def fetched(source: str, download: bool) -> str:
     return source
 
 
-def takes(*options: Option) -> Callable[[Command], Command]:
-    """Decorate a command: ``options`` replace its ``**given`` and come before its own optional ones."""
+def add_options(*options: Option) -> Callable[[Command], Command]:
+    """Replace the ``**values`` of a command by ``options``, before its own optional ones."""
 
     def extend(command: Command) -> Command:
-        # Annotations as objects, and not as the text that they are in the file: typer reads what is in them.
+        # Evaluate the annotations, which typer reads.
         own = list(inspect.signature(command, eval_str=True).parameters.values())
-        # The last parameter is ``**given``, which typer knows nothing of.
+        # The last parameter is ``**values``.
         required = [p for p in own[:-1] if p.default is p.empty]
         optional = [p for p in own[:-1] if p.default is not p.empty]
         every = [p.replace(kind=p.KEYWORD_ONLY) for p in (*required, *map(_parameter, options), *optional)]
@@ -104,11 +104,10 @@ def takes(*options: Option) -> Callable[[Command], Command]:
 def _parameter(option: Option) -> inspect.Parameter:
     """Describe one option as typer reads a command's signature."""
     flag = f"--{option.name.replace('_', '-')}"
-    # A switch shows its default by its own words.
     more: dict[str, Any] = {"help": option.help, "show_default": option.default is not None}
     kind: Any = str
     if option.kind == "number":
-        kind, more = int, {**more, "min": option.least, "max": option.most, "metavar": "N"}
+        kind, more = int, {**more, "min": option.minimum, "max": option.maximum, "metavar": "N"}
     elif option.kind == "switch":
         kind, flag, more["show_default"] = bool, f"{flag}/--no-{flag[2:]}", False
     elif option.kind == "json":
@@ -123,12 +122,12 @@ def _parameter(option: Option) -> inspect.Parameter:
     )
 
 
-def values_of(given: Mapping[str, Any]) -> dict[str, Any]:
+def parse_values(values: Mapping[str, Any]) -> dict[str, Any]:
     """Convert typed options to JSON data: sizes to bytes, configuration files to their content.
 
     Raises ConfigError for a wrong dtype or configuration, and a usage error for a wrong size.
     """
-    return {name: value if value is None else _read(_KINDS[name], value) for name, value in given.items()}
+    return {name: value if value is None else _read(_KINDS[name], value) for name, value in values.items()}
 
 
 def _read(kind: str, value: Any) -> Any:

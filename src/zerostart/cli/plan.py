@@ -1,4 +1,4 @@
-"""``zerostart plan``: what each rank would read and hold, from the headers alone."""
+"""``zerostart plan``: forecast reads and memory of each rank from file headers."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from zerostart.cli.options import (
     LOAD_OPTIONS,
     Download,
     SourceArgument,
-    fetched,
-    takes,
-    values_of,
+    add_options,
+    download_if,
+    parse_values,
 )
 
 
-@takes(*LOAD_OPTIONS, *FORECAST_OPTIONS)
+@add_options(*LOAD_OPTIONS, *FORECAST_OPTIONS)
 def command(
     source: SourceArgument,
     world_size: Annotated[
@@ -33,43 +33,41 @@ def command(
         bool, typer.Option("--must-fit", help="Exit with status 1 if it does not fit into the memory.")
     ] = False,
     rank: Annotated[
-        int | None, typer.Option("--rank", metavar="N", min=0, help="Plan this rank alone.")
+        int | None, typer.Option("--rank", metavar="N", min=0, help="Plan only this rank.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     download: Download = False,
-    html: Annotated[
-        Path | None, typer.Option("--html", dir_okay=False, help="Write a page to look at, one file.")
-    ] = None,
-    **given: Any,
+    html: Annotated[Path | None, typer.Option("--html", dir_okay=False, help="Write an HTML page.")] = None,
+    **values: Any,
 ) -> None:
-    """Tell what each rank would read and hold, and whether it fits.
+    """Forecast the reads and memory of each rank.
 
-    Needs the headers of the files alone: no accelerator, no other rank, and no engine that is installed.
-    Memory is told through the load, the engine's construction and the first step, without activations.
+    Reads only file headers, and needs no accelerator, no other rank and no installed engine. Memory includes
+    the load, the engine's construction and the first step, without activations.
     """
     import zerostart
     from zerostart.loading.preparation import no_garbage_collection
 
-    fetched(source, download)
-    # A process that plans and ends: nothing in it is worth collecting, not even on its way out.
+    download_if(source, download)
+    # Skip garbage collection, also at exit: this process only plans.
     atexit.register(gc.freeze)
-    # What other libraries print while they are asked is no part of what this command prints.
+    # Other libraries print to stdout, which belongs to this command.
     with no_garbage_collection(), contextlib.redirect_stdout(sys.stderr):
-        made = zerostart.plan(source, world_size, rank=rank, **values_of(given))
+        world_plan = zerostart.plan(source, world_size, rank=rank, **parse_values(values))
     if html is not None:
         from zerostart.errors import WriteError
         from zerostart.loading.forecast.page import page_of
 
         try:
-            html.write_text(page_of(made, source), encoding="utf-8")
+            html.write_text(page_of(world_plan, source), encoding="utf-8")
         except OSError as error:
             raise WriteError(f"{html}: the page cannot be written: {error.strerror}") from error
     if json:
-        typer.echo(dump_json(made.as_dict()))
+        typer.echo(dump_json(world_plan.as_dict()))
     else:
         from zerostart.cli.memory_view import show_plan
 
-        show_plan(made, source)
-    # Not where it is None: then no limit is known that it could exceed.
-    if must_fit and made.fit is False:
+        show_plan(world_plan, source)
+    # None means that no limit is known.
+    if must_fit and world_plan.fit is False:
         raise typer.Exit(1)

@@ -1,4 +1,4 @@
-"""``zerostart run SCRIPT ARGS``: an existing script as it is, with ``zerostart.enable()`` before it."""
+"""``zerostart run SCRIPT ARGS``: run a script after ``zerostart.enable()``."""
 
 from __future__ import annotations
 
@@ -14,90 +14,76 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from zerostart.cli.options import ENABLE_OPTIONS, takes, values_of
+from zerostart.cli.options import ENABLE_OPTIONS, add_options, parse_values
 from zerostart.errors import ConfigError
 
 if TYPE_CHECKING:
     from zerostart.integrations.adoption import Notice
 
-#: What follows the script's name is the script's.
+#: Arguments after the script's name belong to the script.
 CONTEXT = {"allow_interspersed_args": False}
 _RUNPY = runpy.run_path.__code__.co_filename
-#: The script that ``main`` runs after the command line, so that its errors have no context of ours.
+#: The script that ``main`` runs last, so that its errors have no context of ours.
 pending: list[Script] = []
 
 
-@takes(*ENABLE_OPTIONS)
+@add_options(*ENABLE_OPTIONS)
 def command(
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="The script, or with -m a module.")],
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="ARGS", help="What the script gets.")
+        list[str] | None, typer.Argument(metavar="ARGS", help="Arguments of the script.")
     ] = None,
     module: Annotated[
         bool, typer.Option("-m", "--module", help="SCRIPT is the name of a module, as in python -m.")
     ] = False,
     progress: Annotated[bool, typer.Option(help="Show a progress bar of each load.")] = True,
-    fp32_masters: Annotated[
-        bool, typer.Option(help="Have fp32 masters start from the values that are stored.")
-    ] = True,
-    **given: Any,
+    fp32_masters: Annotated[bool, typer.Option(help="Start fp32 masters from the stored values.")] = True,
+    **values: Any,
 ) -> None:
-    """Run an existing script, its models loaded in shards.
+    """Run an existing script and load its models in shards.
 
-    The script stays as it is; zerostart.enable() comes before it. Also the command of a launcher:
-    torchrun --no-python zerostart run SCRIPT, torchrun -m zerostart SCRIPT, accelerate launch -m zerostart
-    SCRIPT. Options of zerostart come before the script's name; what follows the name is the script's.
+    The script is unchanged; zerostart.enable() runs before it. Works under launchers: torchrun --no-python
+    zerostart run SCRIPT, torchrun -m zerostart SCRIPT, accelerate launch -m zerostart SCRIPT. Options of
+    zerostart come before the script's name; arguments after the name belong to the script.
     """
     from zerostart.loading.request import Request
     from zerostart.refit.trl import adoption
 
-    found = Script(script, arguments or [], module)
+    target = Script(script, arguments or [], module)
     try:
-        found.check()
+        target.check()
     except ConfigError as error:
         raise typer.BadParameter(str(error)) from error
-    _point_out(found)
-    # Before the script is even read: what it imports is to find the libraries as they are taken over.
-    adoption.enable(Request(**values_of(given), progress=progress, fp32_masters=fp32_masters))
+    # Before the script runs, so that its imports find the patched libraries.
+    adoption.enable(Request(**parse_values(values), progress=progress, fp32_masters=fp32_masters))
     _watch()
-    pending.append(found)
-
-
-def _point_out(script: Script) -> None:
-    own = {f"--{option.name.replace('_', '-')}" for option in ENABLE_OPTIONS}
-    behind = [word for word in script.arguments if word.partition("=")[0] in own]
-    if behind:
-        named = f"-m {script.name}" if script.module else script.name
-        _say(
-            f"{' and '.join(behind)} behind the script's name goes to the script; zerostart's own options "
-            f"stand before it: zerostart run {behind[0]} ... {named}"
-        )
+    pending.append(target)
 
 
 def _watch() -> None:
     from zerostart.integrations.adoption import listen
 
-    taken: list[Notice] = []
-    left: list[Notice] = []
+    adopted: list[Notice] = []
+    skipped: list[Notice] = []
 
-    def heard(notice: Notice) -> None:
-        (left if notice.how is None else taken).append(notice)
+    def record(notice: Notice) -> None:
+        (skipped if notice.how is None else adopted).append(notice)
         if notice.how is not None:
             _say(f"{notice.model} {notice.how}")
 
-    def end() -> None:
-        if not taken:
-            _say(f"nothing was taken over: {_why(left)}")
+    def report() -> None:
+        if not adopted:
+            _say(f"nothing was taken over: {_explain(skipped)}")
 
-    listen(heard)
-    # At the very end, since a script may load its model at any time.
-    atexit.register(end)
+    listen(record)
+    # At exit, since a script may load its model at any time.
+    atexit.register(report)
 
 
-def _why(left: list[Notice]) -> str:
-    if not left:
+def _explain(skipped: list[Notice]) -> str:
+    if not skipped:
         return "the script loaded no model with from_pretrained"
-    names = ", ".join(dict.fromkeys(notice.model for notice in left))
+    names = ", ".join(dict.fromkeys(notice.model for notice in skipped))
     return (
         f"no sharding was set up when {names} was loaded. Launch the script with a DeepSpeed ZeRO or FSDP2 "
         "configuration, make TrainingArguments or the Accelerator before the model, or name --engine"
@@ -111,17 +97,14 @@ def _say(text: str) -> None:
 
 @dataclass(frozen=True)
 class Script:
-    """A file, or (``module``) a module by its dotted name, and the arguments after it.
-
-    A file may be a directory or a zip file with a ``__main__``.
-    """
+    """A script to run: a file, a directory, a zip file or a module."""
 
     name: str
     arguments: Sequence[str]
     module: bool = False
 
     def check(self) -> None:
-        """Raise ConfigError for a file that cannot be run; a module is looked for when it is run."""
+        """Raise ConfigError for a file that cannot be run."""
         if self.module or Path(self.name).is_file():
             return
         if not Path(self.name).is_dir():
@@ -132,16 +115,16 @@ class Script:
 
     def run(self) -> NoReturn:
         """Run the script, and end the process as ``python`` would."""
-        # In place: whoever has imported the list sees the script's arguments.
+        # In place, since other modules may hold the list.
         sys.argv[:] = [self.name, *self.arguments]
         if not sys.flags.safe_path:
-            # In the place of the folder of the command that was typed.
+            # Replace the folder of the zerostart command.
             sys.path[0] = str(Path.cwd()) if self.module else str(Path(self.name).resolve().parent)
         try:
             if self.module:
                 runpy.run_module(self.name, run_name="__main__", alter_sys=True)
             else:
-                # Absolute, as the interpreter has ``__file__``.
+                # Absolute, as in Python's own ``__file__``.
                 runpy.run_path(str(Path(self.name).absolute()), run_name="__main__")
         except SystemExit:
             raise

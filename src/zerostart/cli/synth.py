@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-import enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from zerostart.checkpoint.write.shards import parse_size
+from zerostart.cli.options import WeightDtype
 from zerostart.errors import ConfigError
-
-
-class _Dtype(enum.StrEnum):
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-
-
-class _Size(enum.StrEnum):
-    tiny = "tiny"
 
 
 def _checked_shard_size(value: str) -> str:
@@ -42,18 +32,20 @@ def command(
         Path, typer.Argument(metavar="OUT", help="Directory to write to; a checkpoint in it is replaced.")
     ],
     size: Annotated[
-        _Size | None, typer.Option(help="tiny: the architecture with a few layers and experts.")
+        Literal["tiny"] | None, typer.Option(help="tiny: the architecture with a few layers and experts.")
     ] = None,
     sparse: Annotated[
         bool, typer.Option("--sparse", help="Files of full size that hold no data and take no space.")
     ] = False,
     dtype: Annotated[
-        _Dtype | None, typer.Option(help="Element type; default: the configuration's, else bfloat16.")
+        WeightDtype | None, typer.Option(help="Element type; default: the configuration's, else bfloat16.")
     ] = None,
     seed: Annotated[int, typer.Option(help="The same seed gives the same bytes.")] = 0,
     max_shard_size: Annotated[
         str,
-        typer.Option(metavar="SIZE", callback=_checked_shard_size, help="Most bytes of tensors in one file."),
+        typer.Option(
+            metavar="SIZE", callback=_checked_shard_size, help="Maximum size of the tensors in one file."
+        ),
     ] = "5GB",
 ) -> None:
     """Write random weights in the layout of a real model.
@@ -64,19 +56,19 @@ def command(
 
     from zerostart.models.synth import synthesise
 
-    made = synthesise(
+    result = synthesise(
         config,
         out,
-        size=None if size is None else size.value,
+        size=size,
         sparse=sparse,
-        dtype=None if dtype is None else dtype.value,
+        dtype=dtype,
         seed=seed,
         max_shard_size=max_shard_size,
     )
-    for name in made.dropped:
+    for name in result.dropped:
         print(f"note: {name} was left out of the configuration: these weights are not quantised")
     print(
-        f"{made.path}: {made.architecture}, {made.parameters:,} parameters in {made.tensors:,} tensors, "
-        f"{decimal(made.nbytes)}, {made.files} {'file' if made.files == 1 else 'files'}"
+        f"{result.path}: {result.architecture}, {result.parameters:,} parameters in {result.tensors:,} "
+        f"tensors, {decimal(result.nbytes)}, {result.files} {'file' if result.files == 1 else 'files'}"
         f"{' (sparse: no data)' if sparse else ''}"
     )

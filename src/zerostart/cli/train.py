@@ -1,6 +1,6 @@
-"""``zerostart train``: run a configuration, on local ranks or in those that a launcher has started.
+"""``zerostart train``: run a training configuration.
 
-Also the worker of its own local ranks: ``python -m zerostart.cli.train CONFIG [KEY=VALUE ...]``.
+Its local ranks run ``python -m zerostart.cli.train CONFIG [KEY=VALUE ...]``.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Annotated, Any
 import typer
 
 from zerostart.cli.launch import join_group, leave_group, run_local_ranks, worker_main
-from zerostart.cli.options import Download, fetched
+from zerostart.cli.options import Download, download_if
 from zerostart.errors import ConfigError
 
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="The configuration, a YAML file.")]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Values over those of the file.")
+    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Values that override the file.")
 ]
 Ranks = Annotated[
     int | None, typer.Option("--nproc", metavar="N", min=1, help="Start this many ranks on this machine.")
@@ -31,8 +31,8 @@ def command(
 ) -> None:
     """Load a model in shards, train it, and save it.
 
-    Under torchrun or accelerate launch it joins their ranks; elsewhere it starts --nproc of its own
-    (default 1). The first Ctrl-C ends the run after the step in hand and saves the model.
+    Under torchrun or accelerate launch it joins their ranks; otherwise it starts --nproc ranks (default 1).
+    The first Ctrl-C ends the run after the current step and saves the model.
     """
     run_config("zerostart.cli.train", [str(config), *(overrides or [])], nproc, _run, download)
 
@@ -44,21 +44,20 @@ def run_config(
     run: Callable[[list[str]], object],
     download: bool = False,
 ) -> None:
-    """Call ``run(arguments)`` (a configuration, and what is set over it) in every rank.
+    """Call ``run(arguments)``, with a configuration and its overrides, on every rank.
 
-    These are the ranks that a launcher has started, or ``nproc`` (1) of our own, whose main is ``module``.
-    ``download``: fetch its model first, where that is not there.
-    Raises ConfigError for a configuration that is wrong, and what the ranks raise.
+    Runs in the ranks of a launcher, or starts ``nproc`` (1) local ranks with the main of ``module``.
+    ``download``: fetch a model that is missing. Raises ConfigError for a wrong configuration, and the errors
+    of the ranks.
     """
     from zerostart.training.config.load import load_config
 
-    config = load_config(arguments[0], arguments[1:])  # a mistake in it is told at once, and once
-    fetched(config.model.source, download)
-    # A launcher's rank runs here; our own ranks run ``module``, each with the same words.
+    config = load_config(arguments[0], arguments[1:])  # report mistakes once, before ranks start
+    download_if(config.model.source, download)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         if nproc is not None:
             raise ConfigError(
-                "--nproc starts ranks, but a launcher has started them already (RANK is set); leave out "
+                "--nproc starts ranks, but a launcher has already started them (RANK is set); leave out "
                 "--nproc"
             )
         run(arguments)
@@ -67,7 +66,7 @@ def run_config(
 
 
 def _run(arguments: list[str]) -> dict[str, Any]:
-    """One rank's whole run; returns the :class:`TrainResult` as plain data."""
+    """Train on one rank; return the :class:`TrainResult` as plain data."""
     from zerostart.training.config.load import load_config
     from zerostart.training.loop.runner import train
 

@@ -22,8 +22,8 @@ from zerostart.live.model import LiveModel, find_loaded_parts
 from zerostart.loading.run import run
 from zerostart.loading.source import open_source
 from zerostart.recipe import spelling
-from zerostart.state.resuming.load_state import planned_reads
-from zerostart.state.saving.writing import agreed_place, plain, publishing, write_tensors
+from zerostart.state.resuming.load_state import plan_reads
+from zerostart.state.saving.writing import agree_on_place, open_publication, plain, write_tensors
 from zerostart.transfer import Progress
 from zerostart.transfer.collective import execute_together
 from zerostart.upstream.deepspeed.zero3_start import keep_whole
@@ -181,7 +181,7 @@ def resume(
             # Names in the file have no prefix.
             targets = [(name, shards[prefix + name]) for name in catalog.weights]
             reads = [(name, shard.layout, shard.storage) for name, shard in targets]
-            plan, storages, tuning = planned_reads(catalog, reads)
+            plan, storages, tuning = plan_reads(catalog, reads)
         with torch.no_grad():
             execute_together(plan, storages, Progress(plan.read_bytes, False), tuning, world)
         live.drop_gathered()
@@ -228,11 +228,11 @@ def save_trained(
         return original()
     world = current_world()
     with world.phase("saving what is trained"):
-        place = Path(agreed_place(Path(logger.output_path) / file_name, world))
+        place = Path(agree_on_place(Path(logger.output_path) / file_name, world))
         with world.phase("looking at what is trained"):
             shards = _collect_shards(logger, module, world)
             entries = [(n, spelling(s.storage.dtype, n), s.layout.shape) for n, s in shards.items()]
-        with publishing(place.parent, world, marker="") as publication:
+        with open_publication(place.parent, world, marker="") as publication:
             write_tensors(
                 publication,
                 entries,

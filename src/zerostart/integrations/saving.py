@@ -14,8 +14,8 @@ from zerostart.distributed.world import current_world
 from zerostart.errors import ConfigError
 from zerostart.integrations.barrier import announce_local_save, join_save
 from zerostart.live.model import find_loaded_models, find_record, find_shards, unwrap_model
-from zerostart.state.saving.adapters import adapted_model, has_adapters
-from zerostart.state.saving.save import SaveRequest, save_model, save_own_names
+from zerostart.state.saving.adapters import find_adapted_model, has_adapters
+from zerostart.state.saving.save import SaveRequest, save_model
 from zerostart.upstream.diffusers.weights import name_classes
 from zerostart.upstream.types import Pipeline
 
@@ -129,7 +129,8 @@ def accelerator_save_model(
     ours = next(find_loaded_models(model), None) is not None or is_sharded(model)
     if not ours or not safe_serialization or has_adapters(model):
         return original()
-    save_own_names(model, save_directory, max_shard_size)
+    request = SaveRequest(model, max_shard_size, renamed=str, stem="model", configured=False)
+    save_model(request, save_directory)
     return None
 
 
@@ -140,10 +141,10 @@ def save_weights(
 
     Raises ConfigError for models that cannot be saved so. The script saves its own tokenizer.
     """
-    adapted = adapted_model(model)
+    adapted = find_adapted_model(model)
     # PEFT's wrapper saves each adapter into a folder; the mixins of transformers and diffusers save one file.
     if adapted is not None and adapted.model is unwrap_model(model):
-        names = adapted.adapter_names()
+        names = list(adapted.peft_config)
         if names != ["default"]:
             raise ConfigError(
                 f"the adapters {names} of a sharded {type(model).__name__} cannot be saved together: "

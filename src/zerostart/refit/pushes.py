@@ -14,8 +14,8 @@ from zerostart.distributed.world import World
 from zerostart.errors import ConfigError
 from zerostart.live.model import LiveModel
 from zerostart.refit.image import ByteSet, Image
-from zerostart.state.saving.save import contents_to_serve
-from zerostart.state.saving.writing import planned
+from zerostart.state.saving.save import collect_served_contents
+from zerostart.state.saving.writing import plan_own_writes
 from zerostart.transfer.planning.writes import WritePlan
 from zerostart.transfer.writing import Source
 
@@ -135,8 +135,8 @@ def prepare_model(
     """
     with world.phase("looking at the model"):
         live = LiveModel(model, world)
-        contents = contents_to_serve(live, settings.dtype, settings.merge_adapters)
+        contents = collect_served_contents(live, settings.dtype, settings.merge_adapters)
         entries = tuple((name, dtype, tuple(shape)) for name, dtype, shape in contents.entries)
         image = before if before is not None and before.entries == entries else Image.of(entries)
-        plan, storages = planned(image.layout, contents.outgoing, CHUNK, PAGE)
+        plan, storages = plan_own_writes(image.layout, contents.outgoing, CHUNK, PAGE)
     return ModelWrites(image, plan, storages)

@@ -1,1 +1,1 @@
-"""What is done with a model that is loaded: whole tensors, and edits."""
+"""Save, resume, compare, convert and edit models."""

@@ -1,4 +1,4 @@
-"""One whole parameter out of shards, to look at or to change."""
+"""Gather one whole parameter from its shards, and write its changes back."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from zerostart.live.full_tensors import MESSAGE, gather_tensor, to_backend_devic
 from zerostart.live.model import LiveModel
 from zerostart.upstream.torch.tensors import row_major
 
-#: Integers as wide as an element, in which two elements of one dtype are compared bit for bit.
+#: Integers by element size in bytes, to compare bits.
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 @contextlib.contextmanager
 def gathered(model: nn.Module, name: str, modifier_rank: int | None) -> Iterator[torch.Tensor]:
-    """See ``zerostart.gathered``; raises ConfigError as it says there."""
+    """Gather a parameter as ``zerostart.gathered`` documents it."""
     world = current_world()
     LiveModel(model, world).check_loaded()
     if modifier_rank is not None and not 0 <= modifier_rank < world.size:
         raise ConfigError(f"modifier_rank={modifier_rank} is not one of the {world.size} ranks")
     change = f"changing {name} with modifier_rank={modifier_rank}"
     with world.phase(change):
-        # Before anything is looked up: this leaves no gathered copy in the place of a parameter.
+        # First, because creating it releases gathered copies of parameters.
         live = LiveModel(model, world)
         parameter = _parameter(live.module, model, name)
         shard = live.sharded.get(id(parameter))
@@ -45,22 +45,24 @@ def gathered(model: nn.Module, name: str, modifier_rank: int | None) -> Iterator
                     "of that name, so it is not one tensor; use deepspeed.utils.safe_set_full_fp32_param"
                 )
         whole = _whole(shard, parameter)
-        # The block may change the tensor in any way that torch knows not of; so the bytes are compared before
-        # and after.
+        # The block may change the tensor without torch's knowledge, so compare its bytes.
         form, before = _form(whole), _fingerprint(whole)
         yield whole
         now = _form(whole)
-        # All ranks meet here whether they changed something or not, and judge by the same answers: an error
-        # is raised on all or on none.
-        seen = world.all_gather_object(
+        # All ranks gather the same answers, so an error is raised on all or on none.
+        answers = world.all_gather_object(
             (now, now == form and _fingerprint(whole) != before), f"{change}: the end"
         )
-        _check_forms(name, form, [theirs for theirs, _ in seen])
-        changed = [was for _, was in seen]
-        others = [rank for rank, was in enumerate(changed) if was and rank != modifier_rank]
-        if others:
+        if reshaped := [rank for rank, (theirs, _) in enumerate(answers) if theirs != form]:
             raise ConfigError(
-                f"{name} was changed on {_ranks(others)}, and those changes would be lost; the shards "
+                f"{name} is {form}, but came back as {answers[reshaped[0]][0]} on {_ranks(reshaped)}; the "
+                "shards were not changed. Change the values in place, and keep the shape and dtype"
+            )
+        changed = [has_changed for _, has_changed in answers]
+        offenders = [rank for rank, is_changed in enumerate(changed) if is_changed and rank != modifier_rank]
+        if offenders:
+            raise ConfigError(
+                f"{name} was changed on {_ranks(offenders)}, and those changes would be lost; the shards "
                 "were not changed. Pass modifier_rank= with the rank whose changes count, and change "
                 "the tensor on that rank only"
             )
@@ -70,25 +72,26 @@ def gathered(model: nn.Module, name: str, modifier_rank: int | None) -> Iterator
 
 
 def _parameter(model: nn.Module, outer: nn.Module, name: str) -> nn.Parameter:
-    """The parameter ``name`` of the unsharded ``model``, or of ``outer``, which is wrapped around it.
+    """Find a parameter by the name in ``model``, or in its wrapper ``outer``.
 
-    Wrappers may have renamed it: PEFT's adapters put layers around others, and their models names before all.
+    Wrappers may have renamed it: PEFT's adapters wrap layers, and their models add a prefix.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    found = parameters.get(name)
-    if found is None:
-        found = next((one for given, one in parameters.items() if plain_name(given) == name), None)
-    if found is None and outer is not model:
-        found = dict(outer.named_parameters(remove_duplicate=False)).get(name)
-    if found is None:
+    parameter = parameters.get(name)
+    if parameter is None:
+        plain = (item for current, item in parameters.items() if plain_name(current) == name)
+        parameter = next(plain, None)
+    if parameter is None and outer is not model:
+        parameter = dict(outer.named_parameters(remove_duplicate=False)).get(name)
+    if parameter is None:
         close = get_close_matches(name, parameters, n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
         raise ConfigError(f"{type(model).__name__} has no parameter {name}{hint}")
-    return found
+    return parameter
 
 
 def _whole(shard: Shard | None, parameter: nn.Parameter) -> torch.Tensor:
-    """The whole of ``parameter`` on the CPU; collective where it is sharded."""
+    """Return the whole parameter on the CPU; collective if it is sharded."""
     if shard is None:
         return parameter.detach().to("cpu", copy=True)
     whole = gather_tensor(shard, None)
@@ -115,14 +118,13 @@ def _write_back(
 ) -> None:
     flat = whole.detach().reshape(-1)
     runs = layout.runs()
-    with torch.no_grad(), world.collectives("sending what was changed"):
+    with torch.no_grad(), world.collectives("sending the changes"):
         for start in range(0, flat.numel(), MESSAGE):
             part = to_backend_device(flat[start : start + MESSAGE].contiguous())
             if world.size > 1:
-                # As bytes: not every backend carries every dtype.
+                # As bytes, since not every backend supports every dtype.
                 dist.broadcast(part.view(torch.uint8), src=source)
-            # The message has elements [start, start + numel) of the tensor, the run says which of them this
-            # rank holds, and where.
+            # The message has elements [start, start + numel) of the tensor; copy those of this rank's runs.
             for first, length, place in runs:
                 low, high = max(first, start), min(first + length, start + part.numel())
                 if low < high:
@@ -131,9 +133,9 @@ def _write_back(
 
 @contextlib.contextmanager
 def master_of(parameter: torch.Tensor) -> Iterator[Master | None]:
-    """The fp32 master of this rank's share of ``parameter``, to be changed in place; None without one.
+    """Yield the fp32 master of this rank's share of ``parameter``, or None.
 
-    Not collective, but every rank that has a share must come through it.
+    The master may be changed in place. Every rank that has a share must enter, though it is not collective.
     """
     with contextlib.ExitStack() as stack:
         masters = [stack.enter_context(engine.master_of(parameter)) for engine in engine_families()]
@@ -141,17 +143,17 @@ def master_of(parameter: torch.Tensor) -> Iterator[Master | None]:
 
 
 def put_elements(storage: torch.Tensor, master: Master | None, new: torch.Tensor, place: int) -> None:
-    """Put ``new`` at ``place`` of ``storage``, and into the master what is not there already.
+    """Write ``new`` at ``place`` of ``storage``, and changed elements to the master.
 
-    A master has more bits than its parameter: where that stays as it is, so does the master.
+    A master has more bits than its parameter, so unchanged elements keep their master.
     """
-    held = storage[place : place + new.numel()]
-    new = new.to(held.device)
-    differs = differing_bits(held, new)
+    current = storage[place : place + new.numel()]
+    new = new.to(current.device)
+    differs = differing_bits(current, new)
     if not bool(differs.any()):
         return
     with torch.no_grad():
-        held.copy_(new)
+        current.copy_(new)
         if master is None:
             return
         first, values = master
@@ -159,12 +161,12 @@ def put_elements(storage: torch.Tensor, master: Master | None, new: torch.Tensor
         if low < high:
             high_bits = values[low - first : high - first]
             chosen = differs[low - place : high - place].to(values.device)
-            given = new[low - place : high - place].to(values.device, values.dtype)
-            high_bits.copy_(torch.where(chosen, given, high_bits))
+            update = new[low - place : high - place].to(values.device, values.dtype)
+            high_bits.copy_(torch.where(chosen, update, high_bits))
 
 
 def differing_bits(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Of two contiguous 1-D tensors of one dtype, where their bits differ: signs of zero and NaNs count."""
+    """Return a mask of the elements whose bits differ, of two contiguous 1-D tensors."""
     word = _WORDS.get(a.itemsize, torch.int64)
     return (a.view(word) != b.view(word)).view(a.numel(), -1).any(dim=1)
 
@@ -172,16 +174,6 @@ def differing_bits(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def _form(tensor: torch.Tensor) -> str:
     place = "" if tensor.device.type == "cpu" else f" on {tensor.device}"
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}{place}"
-
-
-def _check_forms(name: str, given: str, forms: Sequence[str]) -> None:
-    """Raise ConfigError, alike on every rank, where a tensor came back in another form."""
-    others = [rank for rank, form in enumerate(forms) if form != given]
-    if others:
-        raise ConfigError(
-            f"{name} is {given}, but came back as {forms[others[0]]} on {_ranks(others)}; the "
-            "shards were not changed. Change the values in place, and keep the shape and dtype"
-        )
 
 
 def _fingerprint(tensor: torch.Tensor) -> int:

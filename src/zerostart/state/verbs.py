@@ -1,7 +1,4 @@
-"""The verbs of the front door that save, resume and compare; ``zerostart`` has them under its own name.
-
-Nothing heavy is imported before one is called.
-"""
+"""Verbs that save, resume and compare. They import heavy modules when called."""
 
 from __future__ import annotations
 
@@ -23,7 +20,6 @@ if TYPE_CHECKING:
     from zerostart.state.resuming.background import Saving
     from zerostart.state.saving.save import SaveReport
 
-    Comparable: TypeAlias = str | os.PathLike[str] | nn.Module
     #: Any JSON value with tensors in it.
     Extra: TypeAlias = (
         bool | int | float | str | torch.Tensor | Sequence["Extra"] | Mapping[str, "Extra"] | None
@@ -37,32 +33,33 @@ def save_state(
     extra: Extra = None,
     wait: bool = True,
 ) -> Saving:
-    """Write a training checkpoint; collective, each rank its own share, nothing gathered.
+    """Write a training checkpoint; each rank writes its own share. Collective.
 
-    It has all that a run goes on from: parameters, persistent buffers, fp32 masters, the optimizer's state
-    and settings, the engine's counters, loss scale and schedule, gradients that are there to be added to,
-    the random states of every rank, and ``extra``. ``path`` appears whole or not at all, in the place of an
-    older checkpoint. In it ``model/`` is a Hugging Face directory. See ``docs/resuming.md``.
+    The checkpoint holds everything that a run needs to continue: parameters, persistent buffers, fp32
+    masters, the optimizer's state and settings, the engine's counters, loss scale and schedule, accumulated
+    gradients, the random states of every rank, and ``extra``. ``path`` appears whole or not at all and
+    replaces an older checkpoint. Its subdirectory ``model/`` is a Hugging Face directory. See
+    ``docs/resuming.md``.
 
     Args:
-        path: the directory to be, on storage that all ranks share, or a URL; the same on all ranks.
-        model: what ``load``, ``deepspeed.initialize`` or ``accelerator.prepare`` returned, or any model that
-            DeepSpeed's ZeRO or FSDP2 shards, inside PEFT, DistributedDataParallel, ``torch.compile`` or not.
-        optimizer: the torch optimizer where no DeepSpeed engine steps, or accelerate's wrapper of it.
-        extra: any JSON value with tensors in it, the same on all ranks; of other objects pass what describes
-            them, such as ``scheduler.state_dict()``.
-        wait: if False, return when the shares are copied to host memory, and write them in the background; an
-            error is then told by ``wait()`` of what is returned, or by the next save. Whoever loads, verifies
-            or compares ``path`` in this process, or destroys the process group, waits for it; a process that
-            ends before anybody was told of an error ends with exit code 1.
+        path: a directory on storage that all ranks share, or a URL; the same on all ranks.
+        model: the result of ``load``, ``deepspeed.initialize`` or ``accelerator.prepare``, or any model that
+            DeepSpeed's ZeRO or FSDP2 shards, also inside PEFT, DistributedDataParallel or ``torch.compile``.
+        optimizer: the torch optimizer if no DeepSpeed engine steps, or accelerate's wrapper of it.
+        extra: any JSON value with tensors in it, the same on all ranks. For other objects pass their state,
+            such as ``scheduler.state_dict()``.
+        wait: if False, copy the shares to host memory and write them in the background. The ``wait()`` of the
+            returned object, or the next save, raises the error of a failed write. Calls that read ``path`` in
+            this process, and the destruction of the process group, wait for the write. A process that ends
+            before an error was raised ends with exit code 1.
 
     Returns:
         Saving: ``done()``, ``wait()``, and ``seconds`` with ``blocked`` and ``written``.
 
     Raises:
-        ZerostartError: the same type and text on every rank; what was at ``path`` is then as it was.
-            ConfigError for a state of the optimizer that has not the shape of its parameter, and in the
-            middle of an accumulation window where the engine has not reduced its gradients.
+        ZerostartError: the same type and text on every rank; ``path`` is then unchanged. ConfigError for an
+            optimizer state that has another shape than its parameter, and in the middle of an accumulation
+            window if the engine has not reduced its gradients.
 
     Example:
         >>> import tempfile, torch, zerostart
@@ -82,18 +79,19 @@ def save_state(
 def load_state(
     path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None = None
 ) -> Extra:
-    """Load a training checkpoint into a model, its optimizer and its engine; returns ``extra``. Collective.
+    """Load a training checkpoint into a model and its optimizer; return ``extra``. Collective.
 
-    Each rank reads what it holds, so that the number of ranks, the ZeRO stage, expert and tensor parallel
-    degrees, offloading and the engine may be others than when it was saved. No step is taken: an optimizer
-    without state gets the saved one, and one whose parameters had none yet has none. ``model`` and
-    ``optimizer`` are as in ``save_state``; parameters are matched by name, and groups by their parameters.
+    Each rank reads its own shards. The number of ranks, the ZeRO stage, expert and tensor parallel degrees,
+    offloading and the engine may differ from those of the save. No step is taken: optimizer states are
+    created or deleted to match the checkpoint. ``model`` and ``optimizer`` are as in ``save_state``.
+    Parameters are matched by name, and parameter groups by their parameters.
 
-    Random states are each rank's own where the ranks are as many, else new ones that follow from the saved.
+    With the same number of ranks each rank gets its own random states. Otherwise each gets new ones that
+    depend only on the saved ones and the rank.
 
     Raises:
-        ZerostartError: the same on every rank; the model is then of no use. CheckpointNotFoundError for a
-            directory that is not a complete checkpoint, CoverageError for one of another model,
+        ZerostartError: the same on every rank; do not use the model afterwards. CheckpointNotFoundError for a
+            directory without a complete checkpoint, CoverageError for a checkpoint of another model,
             CheckpointError for groups or numbers that do not fit the running optimizer.
 
     Example:
@@ -107,8 +105,8 @@ def load_state(
     """
     from zerostart.state.resuming.load_state import restore_state
 
-    found: Extra = restore_state(path, model, optimizer)
-    return found
+    extra: Extra = restore_state(path, model, optimizer)
+    return extra
 
 
 def save(
@@ -124,40 +122,41 @@ def save(
     push_to_hub: str | None = None,
     hub_private: bool | None = None,
 ) -> SaveReport:
-    """Save a sharded model as an ordinary checkpoint, each rank writing its own bytes; nothing is gathered.
+    """Save a sharded model as an ordinary checkpoint. Collective.
 
-    Collective, with the same arguments on every rank. What was loaded here goes back into the layout of its
-    checkpoint: names, shapes and order of elements, conversions reversed; tied tensors once. Configuration,
-    generation configuration, tokenizer or processor and code files are beside it, so that plain transformers
-    or diffusers opens it. What cannot be put back (calculated on the way, or initialised where the library
-    knows no way back) has the model's own name, which the report tells. See ``docs/saving.md``.
+    Each rank writes its own bytes; nothing is gathered. A loaded model is saved in the layout of its
+    checkpoint: names, shapes and order of elements, with conversions reversed and tied tensors once. The
+    configuration, generation configuration, tokenizer or processor and code files are written next to the
+    weights, so that plain transformers or diffusers opens the directory. A tensor that cannot be converted
+    back (computed during the load, or initialised, if the library has no way back) keeps the model's own
+    name; the report names it. See ``docs/saving.md``.
 
     Args:
-        model: what ``load`` returned, or what an engine, accelerate, PEFT or ``torch.compile`` made of it, or
-            any model that DeepSpeed (ZeRO) or FSDP2 shards, or that every rank has whole.
-        path: a directory that all ranks see, or the URL of one in a store (``docs/stores.md``), which appears
-            whole or not at all. Weights there are replaced;
-            files that zerostart has not written stay.
-        max_shard_size: most bytes of a file, as in ``save_pretrained``: a number, or with a unit.
-        dtype: floating dtype of the tensors in the files, or its name; None: the one in which the model holds
-            each. In fp32 the engine of ``deepspeed.initialize`` gives its masters.
-        trainable_only: leave out frozen parameters, and buffers.
+        model: the result of ``load``, also wrapped by an engine, accelerate, PEFT or ``torch.compile``, or
+            any model that DeepSpeed (ZeRO) or FSDP2 shards or that every rank holds whole.
+        path: a directory that all ranks see, or the URL of one in a store (``docs/stores.md``). The new
+            checkpoint appears whole or not at all. It replaces weights in the directory; files that zerostart
+            has not written stay.
+        max_shard_size: maximum size of a file, as in ``save_pretrained``: bytes, or a string with a unit.
+        dtype: floating dtype of the tensors in the files, or its name; None keeps the dtype of each. With
+            fp32 the masters of a DeepSpeed engine are saved.
+        trainable_only: leave out frozen parameters and buffers.
         adapters_only: save only PEFT's adapters, in PEFT's format.
-        merge_adapters: save the model with LoRA's adapters in its weights, as ``merge_and_unload`` has it.
-            The model itself stays as it is.
-        memory_limit: most bytes that a rank takes beside its shards; None: 32 MiB. Factors of adapters that
-            are merged come to that.
-        push_to_hub: the id of a repository of the hub, such as ``"me/my-model"``, to which rank 0 uploads
-            what was saved, with a model card that says what it was trained from (unless ``path`` has a
-            ``README.md``). Where that fails the model is saved all the same, and the error says so.
-        hub_private: True: that repository is private, and one that is there and public is refused; None: what
-            the account's settings say.
+        merge_adapters: save the model with LoRA adapters merged into its weights, as ``merge_and_unload``
+            does. The model itself is unchanged.
+        memory_limit: maximum bytes that a rank allocates in addition to its shards; None: 32 MiB. Factors of
+            merged adapters are not counted.
+        push_to_hub: id of a hub repository, such as ``"me/my-model"``. Rank 0 uploads the saved files, with a
+            model card that names the source (unless ``path`` has a ``README.md``). If the upload fails, the
+            saved directory stays, and the error says so.
+        hub_private: True makes the repository private and refuses an existing public one; None uses the
+            account's default.
 
     Returns:
-        What was written, and what has another name than in the checkpoint that it came from.
+        The files and tensors, and the tensors with another name than in the source checkpoint.
 
     Raises:
-        ZerostartError: the same type and text on every rank; what was at ``path`` is then as before.
+        ZerostartError: the same type and text on every rank; ``path`` is then unchanged.
 
     Example:
         >>> import tempfile, torch, zerostart
@@ -174,7 +173,7 @@ def save(
         from zerostart.state.saving.save import SaveRequest, save_model
 
         if hub_private is not None and push_to_hub is None:
-            raise ConfigError("hub_private is of push_to_hub, which was not passed; name a repository there")
+            raise ConfigError("hub_private needs push_to_hub: name a repository there")
         if push_to_hub is not None and scheme_of(path):
             raise ConfigError(f"push_to_hub uploads files of a directory, and not {path}; save to one first")
         request = SaveRequest(
@@ -198,11 +197,11 @@ def save(
 
 
 def digest(model: nn.Module) -> dict[str, str]:
-    """The digest of each tensor of ``model``, by its state-dict name; tied names have the same.
+    """Compute the digest of each tensor of ``model`` by state-dict name. Collective.
 
-    Collective. 34 hexadecimal digits of dtype, shape and bits that are the same for every layout, engine,
-    stage and number of ranks, experts whole, and those that files of the same tensors have. ``model`` is as
-    in ``save``. Each rank reads its own share, where it lies, and one message goes round. See
+    A digest is 34 hexadecimal digits of dtype, shape and bits. It is the same for every layout, engine, stage
+    and number of ranks, and for files with the same tensors; tied names have equal digests. ``model`` is as
+    in ``save``. Each rank reads its own share in place; the ranks exchange one message. See
     ``docs/saving.md``.
 
     Raises:
@@ -212,8 +211,8 @@ def digest(model: nn.Module) -> dict[str, str]:
         >>> import tempfile, torch, zerostart
         >>> weights = {"weight": torch.eye(2), "bias": torch.zeros(2)}
         >>> model = zerostart.load(weights, lambda: torch.nn.Linear(2, 2), engine="fsdp2", progress=False)
-        >>> found = zerostart.digest(model)
-        >>> sorted(found), len(found["weight"])
+        >>> digests = zerostart.digest(model)
+        >>> sorted(digests), len(digests["weight"])
         (['bias', 'weight'], 34)
     """
     from zerostart.state.comparing.digest import digest_model
@@ -222,16 +221,16 @@ def digest(model: nn.Module) -> dict[str, str]:
 
 
 def verify(path: str | os.PathLike[str]) -> Verified:
-    """Check that a directory is what zerostart saved, by files, bytes and digests of tensors.
+    """Check a saved directory against its recorded files, sizes and tensor digests.
 
-    Reads all of it once, in one process and without one of ``torch.distributed``, in bounded memory.
+    Reads all files once, in one process, in bounded memory; needs no process group.
 
     Returns:
-        How many ``files``, ``tensors`` and ``bytes`` were found as they were saved.
+        The numbers of ``files``, ``tensors`` and ``bytes`` that were checked.
 
     Raises:
-        VerifyError: files and tensors that are missing or have other contents, by name; or there is no
-            ``zerostart.json`` (of ``save_state``: ``state.json``), which says what was saved.
+        VerifyError: names of missing or changed files and tensors; also for a directory without
+            ``zerostart.json`` (of ``save_state``: ``state.json``), which records the save.
 
     Example:
         >>> import tempfile, torch, zerostart
@@ -255,24 +254,24 @@ def convert(
     dtype: torch.dtype | str | None = None,
     max_shard_size: int | str = "5GB",
 ) -> Converted:
-    """Write the weights of a checkpoint of any readable format in another one, in bounded memory.
+    """Write the weights of a checkpoint in another format, in bounded memory.
 
-    One process does it, or the ranks of a job together. No model is loaded. ``out`` appears whole or not at
+    One process converts, or the ranks of a job together. No model is loaded. ``out`` appears whole or not at
     all. See ``docs/saving.md``.
 
     Args:
         source: a directory, a file, a hub id or a URL, of a model, a training checkpoint or a run.
         out: an empty or new directory; for "hf" and "original" also the URL of one in a store.
         to: "hf", "dcp" or "original".
-        dtype: floating type of the weights; None keeps that of each.
+        dtype: floating type of the weights; None keeps the type of each.
         max_shard_size: maximum size of one file of "hf" and "original", in bytes.
 
     Returns:
-        ``path``, its ``files`` of tensors, and how many ``tensors`` and ``bytes``.
+        ``path``, its ``files`` of tensors, and the numbers of ``tensors`` and ``bytes``.
 
     Raises:
         ZerostartError: the same type and text on every rank. ConfigError for a directory that is not empty,
-            and for what ``to`` cannot hold; WriteError and ReadError.
+            and for weights that ``to`` cannot hold; WriteError and ReadError.
 
     Example:
         >>> import tempfile, torch, zerostart
@@ -293,28 +292,26 @@ def convert(
     return convert_files(source, out, to, dtype=floating, max_shard_size=max_shard_size)
 
 
-def diff(a: Comparable, b: Comparable) -> Difference:
-    """Compare two checkpoints, or a live model and a checkpoint, tensor by tensor and bit by bit.
+def diff(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Difference:
+    """Compare two checkpoints, tensor by tensor and bit by bit, in bounded memory.
 
-    A path is whatever ``load`` takes for one; names are those in the files. A live model is as in ``save``,
-    and the call then collective: it is compared in the layout in which it would be saved, but under its
-    state-dict names where the files have only those. Memory is bounded: each rank reads what it holds itself.
+    A path is any source of ``load``; names are those in the files. To compare live models, compare their
+    ``digest``.
 
     Returns:
         ``equal`` names; ``differing``, by name the ``largest`` absolute difference and the number of
-        ``elements`` that differ; ``only_a`` and ``only_b``, names; and ``same``. The same on every rank.
+        ``elements`` that differ; ``only_a`` and ``only_b``, names; and ``same``.
 
     Raises:
-        ZerostartError: what opening and reading a checkpoint raises, the same on every rank; ConfigError for
-            two live models (compare what ``digest`` gives for each).
+        ZerostartError: an error of opening or reading a checkpoint; ConfigError for a model.
 
     Example:
         >>> import tempfile, torch, zerostart
         >>> weights = {"weight": torch.eye(2), "bias": torch.zeros(2)}
         >>> model = zerostart.load(weights, lambda: torch.nn.Linear(2, 2), engine="fsdp2", progress=False)
-        >>> folder = tempfile.mkdtemp()
-        >>> _ = zerostart.save(model, folder)
-        >>> zerostart.diff(folder, model).same
+        >>> folder, other = tempfile.mkdtemp(), tempfile.mkdtemp()
+        >>> _ = zerostart.save(model, folder), zerostart.save(model, other)
+        >>> zerostart.diff(folder, other).same
         True
     """
     from zerostart.state.comparing.diff import compare

@@ -1,7 +1,6 @@
-"""Suites for pytest that an engine, storage, format or model library of your own has to pass.
+"""Conformance suites for your own engines, storages, formats and model libraries.
 
-An outsider subclasses one of them in a test module of their own, and says there what is to be tested. Needs
-pytest, and nothing else that zerostart does not need itself.
+Subclass one of them in a test module for pytest.
 """
 
 from zerostart.testing.engines import EngineConformance

@@ -1,4 +1,4 @@
-"""The suite of tests that every model library has to pass.
+"""Conformance suite for model libraries.
 
 class TestMine(ModelLibraryConformance):
     library = "mine"
@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import zerostart
@@ -32,21 +33,21 @@ _SEED = 11
 
 
 class ModelLibraryConformance(ABC):
-    """Tests of a library: subclass it, set ``library``, ``kind``, ``missing``, and implement ``write``."""
+    """Tests of a library; a subclass sets the attributes and implements ``write``."""
 
-    #: The name of the library, which is registered once the test module has been imported.
+    #: Name of the library, which the test module registers.
     library: ClassVar[str]
-    #: A model class of the library, which its configuration names.
+    #: A model class that the library's configuration can name.
     kind: ClassVar[type[nn.Module]]
-    #: A tensor of the checkpoint, by its name there, without which a model can be made.
+    #: A tensor of the checkpoint that a model can do without.
     missing: ClassVar[str]
 
     @abstractmethod
     def write(self, root: Path) -> None:
-        """Save a small model with values of all kinds to ``root``, as the library does: safetensors files."""
+        """Save a small model to ``root`` as the library does, in safetensors files."""
 
-    def left(self, model: nn.Module) -> Any:
-        """What the library leaves on a model that it has loaded, to be compared; has to be picklable."""
+    def loaded_attributes(self, model: nn.Module) -> Any:
+        """Return picklable attributes that the library's load sets, to compare."""
         return None
 
     @pytest.fixture(scope="class")
@@ -65,18 +66,18 @@ class ModelLibraryConformance(ABC):
 
     @pytest.fixture(scope="class")
     @classmethod
-    def found(cls, root: Path, partial: Path) -> list[dict[str, Any]]:
+    def results(cls, root: Path, partial: Path) -> list[dict[str, Any]]:
         """The results of loading the checkpoint on two ranks."""
         return on_ranks(_loaded, 2, cls, root, partial)
 
     def test_it_handles_its_models_and_no_others(self, root: Path, tmp_path: Path) -> None:
-        """Expect the library to know its models by class and by configuration, and no others."""
+        """Expect the library to know its models by class and by configuration."""
         assert self.library in models.model_library_names()
         assert models.library_of(self.kind).name == self.library
         assert models.library_in(str(root)).name == self.library
-        # The last two are asked last: that of directories that say nothing, and that of any module.
+        # The last two are for directories without a configuration and for any module.
         *_, unnamed, plain = models.model_library_names()
-        assert models.library_in(str(tmp_path)).name == unnamed, "of a directory without configuration"
+        assert models.library_in(str(tmp_path)).name == unnamed, "directory without a configuration"
         assert models.library_of(nn.Linear).name == plain
 
     @pytest.mark.parametrize("named", [True, False], ids=["the class", "what the configuration names"])
@@ -91,93 +92,87 @@ class ModelLibraryConformance(ABC):
         """Expect the names, shapes and dtypes of the unsharded state dict."""
         built, recipes = _recipes(root, self.kind)
         targets = built.library.expectations(built)
-        wanted = _reference(self.kind, root).state_dict()
+        expected = _reference(self.kind, root).state_dict()
         assert {name: target.shape for name, target in targets.items()} == {
-            name: tuple(tensor.shape) for name, tensor in wanted.items()
+            name: tuple(tensor.shape) for name, tensor in expected.items()
         }
         assert recipes.by_name
         for name, recipe in recipes.by_name.items():
-            assert recipe.target.dtype == wanted[name].dtype, name
+            assert recipe.target.dtype == expected[name].dtype, name
 
     def test_the_converter_gives_what_it_gives_eagerly(self, root: Path) -> None:
-        """Convert the stored tensors and convert them back; expect the values of an eager conversion."""
+        """Convert the stored tensors and revert them; expect the eager values."""
         built, _ = _recipes(root, self.kind)
         library, stored = built.library, _stored(root)
-        wanted = _reference(self.kind, root).state_dict()
+        expected = _reference(self.kind, root).state_dict()
         converter = library.converter(built.model)
         if converter is not None:
-            made = dict(converter(dict(stored)))
-            assert made.keys() <= wanted.keys()
-            assert [name for name in made if not _same(made[name].to(wanted[name].dtype), wanted[name])] == []
+            converted = dict(converter(dict(stored)))
+            assert converted.keys() <= expected.keys()
+            for name, tensor in converted.items():
+                assert _same(tensor.to(expected[name].dtype), expected[name]), name
         tied = library.ties(built.model)
-        # As a save gives it: each parameter under one of its names.
-        whole = {name: tensor for name, tensor in wanted.items() if name not in tied}
+        # As in a save: each parameter under one name.
+        whole = {name: tensor for name, tensor in expected.items() if name not in tied}
         back = library.revert(built.model, whole)
-        # More is allowed: a checkpoint need not hold all that a model does.
+        # A model may have more tensors than the checkpoint.
         assert back.keys() >= stored.keys()
         assert [name for name in stored if not _same(back[name].to(stored[name].dtype), stored[name])] == []
 
-    def test_loads_hold_what_its_own_loading_holds(self, root: Path, found: list[dict[str, Any]]) -> None:
-        """Load on two ranks; expect every tensor and buffer of the library's own load, bit for bit."""
+    def test_loads_hold_what_its_own_loading_holds(self, root: Path, results: list[dict[str, Any]]) -> None:
+        """Load on two ranks; expect the tensors and buffers of the library's own load."""
         reference = _reference(self.kind, root)
-        for rank, loaded in enumerate(found):
+        for rank, loaded in enumerate(results):
             _check_equal(loaded["tensors"], reference.state_dict(), rank)
             _check_equal(loaded["buffers"], dict(reference.named_buffers()), rank)
 
-    def test_ties_are_kept(self, root: Path, found: list[dict[str, object]]) -> None:
-        """Expect the tied parameters of the unsharded model to be tied on each rank, and no others."""
-        wanted = _tied(_reference(self.kind, root))
-        assert [loaded["tied"] for loaded in found] == [wanted, wanted]
+    def test_ties_are_kept(self, root: Path, results: list[dict[str, object]]) -> None:
+        """Expect the same ties as in the unsharded model on each rank."""
+        expected = _tied(_reference(self.kind, root))
+        assert [loaded["tied"] for loaded in results] == [expected, expected]
 
     def test_what_is_missing_is_told_and_initialised(
-        self, partial: Path, found: list[dict[str, Any]]
+        self, partial: Path, results: list[dict[str, Any]]
     ) -> None:
-        """Load without one tensor; expect an error if strict, else the library's own initialisation."""
+        """Load without one tensor; expect an error if strict, otherwise the library's initialisation."""
         built, _ = _recipes(partial, self.kind)
         torch.manual_seed(_SEED)
         reference = _reference(self.kind, partial).state_dict()
         own = built.library.initialiser(built.model) is not None
-        for rank, loaded in enumerate(found):
-            assert "missing" in loaded["told"], f"rank {rank}: {loaded['told']}"
-            assert loaded["told"] == found[0]["told"]
-            made, tensors = loaded["initialised"], loaded["made"]
-            assert made, "nothing was initialised"
-            compared = [name for name in reference if own or name not in made]
+        for rank, loaded in enumerate(results):
+            assert "missing" in loaded["error"], f"rank {rank}: {loaded['error']}"
+            assert loaded["error"] == results[0]["error"]
+            initialised, tensors = loaded["initialised"], loaded["completed"]
+            assert initialised, "nothing was initialised"
+            compared = [name for name in reference if own or name not in initialised]
             _check_equal({n: tensors[n] for n in compared}, {n: reference[n] for n in compared}, rank)
-            assert all(_same(tensors[name], found[0]["made"][name]) for name in tensors)
+            assert all(_same(tensors[name], results[0]["completed"][name]) for name in tensors)
 
-    def test_it_leaves_what_its_own_loading_leaves(self, root: Path, found: list[dict[str, object]]) -> None:
-        """Load; expect evaluation mode, and what ``left`` returns after the library's own load."""
-        wanted = self.left(_reference(self.kind, root))
-        for loaded in found:
+    def test_it_leaves_what_its_own_loading_leaves(
+        self, root: Path, results: list[dict[str, object]]
+    ) -> None:
+        """Load; expect evaluation mode, and the attributes of the library's own load."""
+        expected = self.loaded_attributes(_reference(self.kind, root))
+        for loaded in results:
             assert not loaded["training"]
-            assert loaded["left"] == wanted
+            assert loaded["attributes"] == expected
 
 
 def _without(root: Path, to: Path, name: str) -> Path:
-    from safetensors.torch import load_file, save_file
-
-    stored = {}
-    for path in sorted(root.iterdir()):
-        if path.suffix == ".safetensors":
-            stored.update(load_file(path))
-        elif not path.name.endswith(".index.json"):
-            shutil.copy(path, to)
+    shutil.copytree(root, to, ignore=shutil.ignore_patterns("*.safetensors*"), dirs_exist_ok=True)
+    stored = _stored(root)
     del stored[name]
-    first = next(path for path in sorted(root.iterdir()) if path.suffix == ".safetensors")
-    save_file(stored, to / first.name, {"format": "pt"})
+    save_file(stored, to / min(path.name for path in root.glob("*.safetensors")), {"format": "pt"})
     return to
 
 
 def _stored(root: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
     return {name: t for path in sorted(root.glob("*.safetensors")) for name, t in load_file(path).items()}
 
 
 def _reference(kind: type[nn.Module], root: Path) -> nn.Module:
     loading = models.library_of(kind).own_loading(kind)
-    assert loading is not None, "without a loading of its own there is nothing to compare with"
+    assert loading is not None, "the suite compares with the library's own loading"
     return loading(str(root), None)
 
 
@@ -202,16 +197,21 @@ def _loaded(suite: type[ModelLibraryConformance], root: Path, partial: Path) -> 
         "buffers": {name: buffer.cpu() for name, buffer in model.named_buffers()},
         "tied": _tied(model),
         "training": model.training,
-        "left": suite().left(model),
+        "attributes": suite().loaded_attributes(model),
     }
     try:
         zerostart.load(str(partial), model=suite.kind, progress=False)
-        told = "nothing was raised"
+        message = "nothing was raised"
     except CoverageError as error:
-        told = str(error)
+        message = str(error)
     torch.manual_seed(_SEED)
-    made = zerostart.load(str(partial), model=suite.kind, strict=False, progress=False)
-    return {**whole, "told": told, "made": _whole(made), "initialised": get_record(made).report.initialised}
+    completed = zerostart.load(str(partial), model=suite.kind, strict=False, progress=False)
+    return {
+        **whole,
+        "error": message,
+        "completed": _whole(completed),
+        "initialised": get_record(completed).report.initialised,
+    }
 
 
 def _whole(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -219,7 +219,7 @@ def _whole(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _tied(model: nn.Module) -> list[list[str]]:
-    """Names of each parameter that has several."""
+    """Return the names of each tied parameter."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -232,6 +232,6 @@ def _check_equal(have: dict[str, torch.Tensor], want: dict[str, torch.Tensor], r
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Bit for bit."""
+    """Compare bit for bit."""
     flat = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (a, b)]
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*flat)

@@ -1,4 +1,4 @@
-"""Two checkpoints, or a live model and a checkpoint, tensor by tensor."""
+"""Two checkpoints, tensor by tensor."""
 
 import json
 import math
@@ -108,13 +108,12 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_training_states(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
-    """Each other by what lies in their folders; models, and checkpoints of models, with their model alone."""
+    """Each other by what lies in their folders; with checkpoints of models by their model alone."""
     source = checkpoints("qwen3")
     model = zerostart.load(source, engine="fsdp2", progress=False)
     a, b = tmp_path / "a", tmp_path / "b"
     zerostart.save_state(a, model)
     zerostart.verify(a)
-    assert zerostart.diff(a, model).same
     assert zerostart.diff(a, source).same
     with torch.no_grad():
         next(model.parameters()).add_(1)
@@ -123,4 +122,3 @@ def test_training_states(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
     assert list(found.differing) == ["model/model.embed_tokens.weight"]
     assert {name.partition("/")[0] for name in found.equal} >= {"model"}
     assert list(zerostart.diff(source, b).differing) == ["model.embed_tokens.weight"]
-    assert zerostart.diff(model, b).same

@@ -93,7 +93,7 @@ def test_a_directory_with_files_is_not_written_to(tmp_path: Path, checkpoints: T
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "notes").write_text("mine")
     for to in ("hf", "dcp"):
-        with pytest.raises(ConfigError, match="notes is there already"):
+        with pytest.raises(ConfigError, match="notes exists"):
             convert(tmp_path / "hf", tmp_path / "taken", to)
         with pytest.raises(ConfigError, match="name another directory"):
             convert(tmp_path / "hf", tmp_path / "hf", to)

@@ -55,11 +55,10 @@ def read_at_once(folder: Path) -> None:
             zerostart.verify(place)
             assert handle.done()
         elif reading == "diff":
-            assert zerostart.diff(place / "model", new[0]).same
+            assert zerostart.diff(place, place / "model").same
         else:
-            assert zerostart.diff(
-                zerostart.load(place, lambda: torch.nn.Linear(64, 64), engine="fsdp2", progress=False), new[0]
-            ).same
+            loaded = zerostart.load(place, lambda: torch.nn.Linear(64, 64), engine="fsdp2", progress=False)
+            assert zerostart.digest(loaded) == zerostart.digest(new[0])
         os.pwrite = pwrite
         handle.wait()
         dist.barrier()

@@ -87,7 +87,7 @@ def test_an_optimizer_around_another_is_refused(tmp_path: Path) -> None:
 
 def test_values_of_its_own_are_refused(tmp_path: Path) -> None:
     model = net()
-    with pytest.raises(ConfigError, match=r"Counting has values of its own .*ramp, history"):
+    with pytest.raises(ConfigError, match=r"Counting has additional values .*ramp, history"):
         zerostart.save_state(tmp_path / "state", model, Counting(model.parameters()))
 
 

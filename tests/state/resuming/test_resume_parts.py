@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from zerostart.errors import ConfigError
-from zerostart.state.resuming.retention import complete, prune
-from zerostart.state.resuming.values import decoded, encoded_whole
+from zerostart.state.resuming.retention import list_complete, prune
+from zerostart.state.resuming.values import decode, encode_checked
 
 
 def alike(a: Any, b: Any) -> bool:
@@ -52,8 +52,8 @@ VALUES: list[Any] = [
 @pytest.mark.parametrize("value", VALUES, ids=range(len(VALUES)))
 def test_a_value_comes_back_from_json_as_it_was(value: Any) -> None:
     tensors: dict[str, torch.Tensor] = {}
-    text = json.dumps(encoded_whole(value, "extra", tensors), allow_nan=False)
-    assert alike(value, decoded(json.loads(text), tensors))
+    text = json.dumps(encode_checked(value, "extra", tensors), allow_nan=False)
+    assert alike(value, decode(json.loads(text), tensors))
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_a_value_comes_back_from_json_as_it_was(value: Any) -> None:
 )
 def test_what_is_no_value_is_named_with_its_place(value: Any, where: str) -> None:
     with pytest.raises(ConfigError, match=where):
-        encoded_whole(value, "extra", {})
+        encode_checked(value, "extra", {})
 
 
 def states(folder: Path, count: int) -> None:
@@ -93,12 +93,12 @@ def test_the_last_and_the_best_stay(tmp_path: Path) -> None:
     told = {3: None, 2: math.nan}
     removed = prune(tmp_path, 2, 1, lambda extra: told.get(extra["loss"], -extra["loss"]))
     assert [path.name for path in removed] == ["step-0", "step-2"]
-    assert [path.name for path in complete(tmp_path)] == ["step-1", "step-3", "step-4"]
+    assert [path.name for path in list_complete(tmp_path)] == ["step-1", "step-3", "step-4"]
     assert prune(tmp_path, None) == []
     assert prune(tmp_path, 1, own=lambda extra: extra["loss"] > 9) == []
     assert (tmp_path / "unfinished").is_dir()
     (tmp_path / "step-0").mkdir()
-    with pytest.raises(ConfigError, match="keep the last one"):
+    with pytest.raises(ConfigError, match="keep at least one"):
         prune(tmp_path, 0)
     assert [path.name for path in prune(tmp_path, 1)] == ["step-1", "step-3"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-0", "step-4", "unfinished"]

@@ -1,4 +1,4 @@
-"""The document of a training state: digested, whole or refused by name, within what can be read again."""
+"""The document of a training state: digested, whole or refused by name."""
 
 import json
 from pathlib import Path
@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 import zerostart
-from zerostart.errors import CheckpointError, ConfigError, VerifyError
-from zerostart.state.resuming import save_state as document
+from zerostart.errors import CheckpointError, VerifyError
 
 
 def saved(place: Path) -> dict[str, Any]:
@@ -43,16 +42,6 @@ def test_a_document_that_was_changed_is_refused(tmp_path: Path) -> None:
         load(place)
     with pytest.raises(VerifyError, match=r"state\.json is not what was written"):
         zerostart.verify(place)
-
-
-def test_a_document_too_large_is_refused_before_it_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    size = len(json.dumps(saved(tmp_path / "state")))
-    monkeypatch.setattr(document, "MAX_DOCUMENT_BYTES", size)
-    with pytest.raises(ConfigError, match="can be read back"):
-        saved(tmp_path / "other")
-    assert not (tmp_path / "other").exists()
 
 
 def test_gradients_that_a_step_has_taken_are_not_added_again(tmp_path: Path) -> None:

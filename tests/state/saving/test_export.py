@@ -13,7 +13,7 @@ from tests.ranks import run_ranks
 from tests.tiny import TinyCheckpoints
 from tests.trained import write_dcp, write_deepspeed
 from zerostart.cli import main
-from zerostart.state.converting.convert import export
+from zerostart.state.converting.convert import convert
 
 
 def run(*arguments: str) -> int:
@@ -44,7 +44,7 @@ def test_a_zero_3_checkpoint_opens_in_plain_transformers(tmp_path: Path) -> None
 def test_a_distributed_checkpoint_keeps_its_values(tmp_path: Path) -> None:
     source, out = str(tmp_path / "dcp"), tmp_path / "out"
     expected = run_ranks(write_dcp, 2, source, True)[0]
-    made = export(source, out, max_shard_size="20KB")
+    made = convert(source, out, max_shard_size="20KB", replace=True)
     assert len(made.files) > 1
     weights: dict[str, torch.Tensor] = {}
     for file in made.files:
@@ -55,7 +55,7 @@ def test_a_distributed_checkpoint_keeps_its_values(tmp_path: Path) -> None:
 
 def test_an_ordinary_checkpoint_is_the_same_afterwards(tmp_path: Path, checkpoints: TinyCheckpoints) -> None:
     folder = checkpoints("qwen3", torch.bfloat16, sharded=True)
-    made = export(folder, tmp_path / "out")
+    made = convert(folder, tmp_path / "out", replace=True)
     index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
     before = {name: t for file in set(index.values()) for name, t in load_file(folder / file).items()}
     after = {name: t for file in made.files for name, t in load_file(tmp_path / "out" / file).items()}
@@ -70,7 +70,7 @@ def test_the_newest_checkpoint_of_a_run_counts(tmp_path: Path, checkpoints: Tiny
     weights = load_file(folder / "model.safetensors")
     newest = {name: tensor + 1 for name, tensor in weights.items()}
     save_file(newest, tmp_path / "run" / "checkpoint-10" / "model.safetensors")
-    export(tmp_path / "run", tmp_path / "out")
+    convert(tmp_path / "run", tmp_path / "out", replace=True)
     got = load_file(tmp_path / "out" / "model.safetensors")
     assert all(torch.equal(got[name], newest[name]) for name in newest)
 
@@ -83,7 +83,7 @@ def test_whole_numbers_and_quantised_types_are_not_cast(tmp_path: Path) -> None:
         "empty": torch.empty(0, 3),
     }
     save_file(given, tmp_path / "model.safetensors")
-    export(tmp_path / "model.safetensors", tmp_path / "out", torch.float16)
+    convert(tmp_path / "model.safetensors", tmp_path / "out", dtype=torch.float16, replace=True)
     got = load_file(tmp_path / "out" / "model.safetensors")
     assert {name: t.dtype for name, t in got.items()} == {
         "a": torch.int64,
@@ -97,7 +97,7 @@ def test_whole_numbers_and_quantised_types_are_not_cast(tmp_path: Path) -> None:
 def exported_with(source: str, out: str) -> int:
     """Peak of resident memory that the export adds, in bytes."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    export(source, out)
+    convert(source, out, replace=True)
     return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
 
 

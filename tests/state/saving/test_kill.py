@@ -18,8 +18,8 @@ from tests.state.saving.traced_calls import Point, points_in, traced, tracing_wo
 from tests.tiny import TinyCheckpoints
 from zerostart.checkpoint.manifest import documents
 from zerostart.distributed.world import current_world
-from zerostart.state.converting.convert import export
-from zerostart.state.resuming.retention import complete, prune
+from zerostart.state.converting.convert import convert
+from zerostart.state.resuming.retention import list_complete, prune
 
 pytestmark = [
     pytest.mark.timeout(3000),
@@ -80,7 +80,7 @@ def save_and_prune(model: torch.nn.Module, path: Path) -> None:
     """The next step's checkpoint; the one before it goes."""
     world = current_world()
     with world.phase("looking for checkpoints"):
-        there = complete(path)
+        there = list_complete(path)
     number = 1 + max((int(one.name.removeprefix("step-")) for one in there), default=0)
     save_state(model, path / f"step-{number}")
     with world.phase("removing older checkpoints"):
@@ -94,12 +94,13 @@ def save_adapters(model: torch.nn.Module, path: Path) -> None:
 
 def export_from(model: torch.nn.Module, path: Path) -> None:
     assert isinstance(model, Source)
-    export(model.checkpoint, path, torch.bfloat16 if model.number.item() else None, max_shard_size="8KB")
+    dtype = torch.bfloat16 if model.number.item() else None
+    convert(model.checkpoint, path, dtype=dtype, max_shard_size="8KB", replace=True)
 
 
 def newest(path: Path) -> Path:
     """The last complete checkpoint at ``path``, all of which are as they were saved."""
-    found = complete(path) or [path]
+    found = list_complete(path) or [path]
     for place in found:
         zerostart.verify(place)
     return found[-1]
@@ -188,6 +189,6 @@ def test_killed_anywhere(
     run_ranks(saved_twice, size, kind, tiny, path, -1, log, None)
     assert digests(path) == after
     assert [entry.name for entry in path.parent.iterdir()] == ["saved"]
-    assert kind != "kept" or [path / entry.name for entry in path.iterdir()] == complete(path)[-1:]
+    assert kind != "kept" or [path / entry.name for entry in path.iterdir()] == list_complete(path)[-1:]
     with capsys.disabled():
         print(f" rank {rank} of {size}: killed at {killed} of {len(points)} points", end="")

@@ -14,7 +14,7 @@ from zerostart.engines import Shard
 from zerostart.errors import CheckpointError, WriteError
 from zerostart.geometry.layout import Layout, dimension_shard, flat_partition, replicated
 from zerostart.recipe import Recipe, SymbolicTensor, Target, spelling
-from zerostart.state.saving.writing import Files, Outgoing, Publication, plain, planned, write_tensors
+from zerostart.state.saving.writing import Files, Outgoing, Publication, plain, plan_own_writes, write_tensors
 from zerostart.transfer.writing import write_out
 
 Tensors = dict[str, torch.Tensor]
@@ -94,7 +94,7 @@ def test_ranks_together_write_what_was_stored(
 
     with CheckpointWriter(tmp_path, files) as writer:
         for rank in range(size):
-            plan, storages = planned(files, _outgoing(conversion, stored, layout, rank, size), chunk)
+            plan, storages = plan_own_writes(files, _outgoing(conversion, stored, layout, rank, size), chunk)
             assert all(write.span * write.dtype.itemsize <= chunk for write in plan.writes)
             written += write_out(plan, storages, writer, 2, noted)
     assert written == files.total_size

@@ -134,9 +134,9 @@ def test_diffsynths_names(family, engine, stage, tmp_path):
     """As its scripts save a LoRA, without their prefix, and with what scales it in the second factor."""
     prefix = {"format": "diffsynth", "remove_prefix": "pipe.dit."}
     out, adapters, _ = trained(tmp_path, family, engine, stage, output=prefix)
-    from zerostart.state.saving.adapter_formats import names_for
+    from zerostart.state.saving.adapter_formats import find_known_names
 
-    names = names_for(COMPONENTS[FAMILIES[family][0]].build())
+    names = find_known_names(COMPONENTS[FAMILIES[family][0]].build())
     found = load_file(out / "step-3.safetensors")
     assert len(found) == len(adapters)
     assert data_bytes(out / "step-3.safetensors") == 4 * sum(tensor.numel() for tensor in adapters.values())
@@ -156,7 +156,7 @@ def read_by_diffsynth(file, source):
     from diffsynth.models.wan_video_dit import WanModel
     from diffsynth.utils.lora.general import GeneralLoRALoader
 
-    from zerostart.state.saving.adapter_formats import names_for
+    from zerostart.state.saving.adapter_formats import find_known_names
 
     theirs = WanModel(
         dim=24,
@@ -172,7 +172,7 @@ def read_by_diffsynth(file, source):
         has_image_input=False,
     )
     ours = WanTransformer3DModel.from_pretrained(source)
-    names = names_for(ours)
+    names = find_known_names(ours)
     theirs.load_state_dict({names.of(name): tensor for name, tensor in ours.state_dict().items()})
     GeneralLoRALoader().fuse_lora_to_base_model(theirs, load_file(file))
     fused = theirs.state_dict()

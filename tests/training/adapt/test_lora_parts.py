@@ -12,7 +12,7 @@ from tests.diffusion.components import COMPONENTS
 from tests.training.language import CAUSAL
 from zerostart.distributed.world import current_world
 from zerostart.errors import CheckpointError, CheckpointNotFoundError, ConfigError
-from zerostart.state.saving.adapter_formats import names_for
+from zerostart.state.saving.adapter_formats import find_known_names
 from zerostart.training.adapt import ema
 from zerostart.training.adapt.ema import Ema
 from zerostart.training.adapt.export import Exporter
@@ -80,7 +80,7 @@ def test_names_of_wan_are_those_of_its_release(family: str) -> None:
     from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
 
     model = COMPONENTS[family].build()
-    names = names_for(model)
+    names = find_known_names(model)
     assert names is not None
     state = model.state_dict()
     theirs = {names.of(name): tensor for name, tensor in state.items()}

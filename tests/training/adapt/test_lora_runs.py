@@ -12,7 +12,7 @@ from tests.ranks import rank_outcomes, run_ranks
 from tests.training.language import CAUSAL, CausalLanguage
 from tests.training.loop.test_run import losses, run
 from zerostart.errors import ConfigError
-from zerostart.state.converting.convert import export
+from zerostart.state.converting.convert import convert
 
 TARGETS = ["q_proj", "v_proj", "down_proj"]
 RATE, STEPS, SEED = 1e-2, 4, 42
@@ -220,7 +220,7 @@ def test_a_lora_goes_on_elsewhere(engine, ranks, checkpoints, given):
         "lora_" in name for file in (first / "model").glob("*.safetensors") for name in load_file(file)
     )
     with pytest.raises(ConfigError, match="holds only the trained tensors"):
-        export(first, Path(straight.directory, "exported"))
+        convert(first, Path(straight.directory, "exported"))
     config = given(path, engine, "resumed", ranks, **sections, resume=str(first))
     resumed = run_ranks(run, ranks, config)[0]
     assert losses(resumed) == pytest.approx(losses(straight)[2:], rel=1e-5)

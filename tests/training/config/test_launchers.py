@@ -28,6 +28,6 @@ def test_another_precision_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_files_of_config_agree(tmp_path: object) -> None:
     out = f"{tmp_path}/run.yaml"
     with pytest.raises(SystemExit) as ended:
-        main(["config", "qwen-image", out, "--accelerate"])
+        main(["config", "qwen-image", out])
     assert ended.value.code == 0
     check_launcher(load_config(out).train.mixed_precision)

@@ -25,7 +25,7 @@ from zerostart.errors import CheckpointError, ReadError
 from zerostart.integrations.saving import already_saved, is_sharded, save_weights
 from zerostart.live.model import find_loaded_models
 from zerostart.state.resuming.load_state import restore_state
-from zerostart.state.saving.adapters import adapted_model, has_adapters
+from zerostart.state.saving.adapters import find_adapted_model, has_adapters
 from zerostart.upstream.types import Trainer
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def _saves_shards(trainer: Trainer, model: nn.Module) -> bool:
     sharding = trainer.is_deepspeed_enabled or _is_fsdp2(trainer)
     if not sharding or trainer.args.save_on_each_node or not hasattr(model, "save_pretrained"):
         return False
-    if has_adapters(model) and adapted_model(model) is None:
+    if has_adapters(model) and find_adapted_model(model) is None:
         return False  # a wrapper: its parameters are not only the adapters of the model inside
     return next(find_loaded_models(model), None) is not None or is_sharded(model)
 

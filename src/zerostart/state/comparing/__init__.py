@@ -1,1 +1,1 @@
-"""Whether two places hold the same tensors: digests and differences."""
+"""Compare checkpoints and models by digests and differences."""

@@ -1,4 +1,4 @@
-"""The digest of each tensor of a live model, whoever holds which part of it."""
+"""Compute the digest of each tensor of a sharded live model."""
 
 from __future__ import annotations
 
@@ -20,33 +20,32 @@ from zerostart.recipe import spelling
 from zerostart.state.saving.writing import share
 from zerostart.transfer.planning.writes import split_shares
 
-#: Bytes of elements that lie scattered in a storage and are put together at a time.
-_TOGETHER = 8 << 20
+#: Maximum size of one copy of strided elements, in bytes.
+MAX_COPY_BYTES = 8 << 20
 
 
 def digest_model(model: nn.Module) -> dict[str, str]:
-    """See ``zerostart.digest``."""
     world = current_world()
     with world.phase("digesting the model"):
         with world.phase("looking at the model"):
             live = LiveModel(model, world)
             tensors, tied = live.tensors()
             shards = [replace(item.shard, name=item.name) for item in tensors]
-        found = digests_of(shards, world)
+        by_name = compute_digests(shards, world)
     names = (plain_name(name) for name, _, _ in state_names(live.module))
-    return {name: found[tied.get(name, name)] for name in names}
+    return {name: by_name[tied.get(name, name)] for name in names}
 
 
-def digests_of(shards: Iterable[Shard], world: World) -> dict[str, str]:
-    """The digest of each tensor of which the ranks have ``shards``, by its name; collective.
+def compute_digests(shards: Iterable[Shard], world: World) -> dict[str, str]:
+    """Compute the digests of the tensors of ``shards`` by name; collective.
 
-    The tensors are in one order on all ranks. Raises CheckpointError, on every rank, where an element is on
-    no rank or counted by two.
+    The tensors have the same order on all ranks. Raises CheckpointError, on every rank, if no rank or two
+    ranks count an element.
     """
     with world.phase("digesting this rank's shares"):
         own = list(shards)
         digests = Digests((s.name, spelling(s.storage.dtype, s.name), s.layout.shape) for s in own)
-        # Of a share that others have too, each rank counts a part.
+        # Each replica of a share counts a part of it.
         for shard, part in zip(own, split_shares(map(share, own)), strict=True):
             if part is not None:
                 add_share(digests, shard.name, part, shard.storage.detach())
@@ -54,13 +53,12 @@ def digests_of(shards: Iterable[Shard], world: World) -> dict[str, str]:
 
 
 def add_share(digests: Digests, name: str, layout: Layout, storage: torch.Tensor) -> None:
-    """Add the elements of tensor ``name`` that ``layout`` places in the 1-D ``storage``, on its device."""
+    """Add a share of tensor ``name``, which ``layout`` places in the 1-D ``storage``."""
     for placed in layout.boxes:
         for piece in whole(name, layout.shape):
             for copy in copies_between(piece, placed.box, placed.to, placed.strides):
                 loops = list(copy.loops)
-                # The two innermost loops are handed on as rows and columns, so that many short runs are
-                # digested in one go; the loops around them are walked here.
+                # Digest the two innermost loops at once, as rows and columns; walk the outer loops here.
                 columns = loops.pop() if loops and loops[-1][1] == 1 else (1, 1, 1)
                 rows = loops.pop() if loops else (1, columns[0], 0)
                 for index in itertools.product(*(range(size) for size, _, _ in loops)):
@@ -81,12 +79,12 @@ def _add_rows(
     if stride == 1 and (count == 1 or (step == length and apart == length)):
         digests.add(name, first, storage[: count * length])
         return
-    # In pieces of bounded size: what is not contiguous is copied for the arithmetic.
-    wide = max(1, min(length, _TOGETHER // storage.itemsize))
-    many = max(1, _TOGETHER // (storage.itemsize * wide))
-    for row in range(0, count, many):
+    # In pieces of bounded size, since strided elements are copied.
+    wide = max(1, min(length, MAX_COPY_BYTES // storage.itemsize))
+    row_count = max(1, MAX_COPY_BYTES // (storage.itemsize * wide))
+    for row in range(0, count, row_count):
         for column in range(0, length, wide):
-            shape = (min(many, count - row), min(wide, length - column))
+            shape = (min(row_count, count - row), min(wide, length - column))
             place = storage.storage_offset() + row * apart + column * stride
             part = storage.as_strided(shape, (apart, stride), place)
             digests.add_rows(name, first + row * step + column, step, part)

@@ -1,1 +1,1 @@
-"""From files to files: a checkpoint of any format that is read, written in another, in bounded memory."""
+"""Convert checkpoints between formats in bounded memory."""

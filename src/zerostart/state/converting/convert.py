@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -27,7 +28,7 @@ from zerostart.recipe.dtypes import spelling, torch_dtype
 from zerostart.state.converting.distributed import save_distributed
 from zerostart.state.converting.source import SourceReader, SourceTensor, open_source
 from zerostart.state.saving.save import copy_beside
-from zerostart.state.saving.writing import Outgoing, agreed_place, publishing, write_tensors
+from zerostart.state.saving.writing import Outgoing, agree_on_place, open_publication, write_tensors
 
 #: Floating types that may be cast to each other; the others are quantised.
 PLAIN_FLOATS = ("F64", "F32", "BF16", "F16")
@@ -36,7 +37,7 @@ FORMATS = ("hf", "dcp", "original")
 
 @dataclass(frozen=True)
 class Converted:
-    """The written directory or URL, its files of tensors, and the number and bytes of the tensors."""
+    """The result of a conversion; ``bytes`` is the size of all tensors."""
 
     path: Path | str
     files: tuple[str, ...]
@@ -50,51 +51,27 @@ class Converted:
 def convert(
     source: str | os.PathLike[str],
     out: str | os.PathLike[str],
-    to: str,
+    to: str = "hf",
     *,
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
+    replace: bool = False,
 ) -> Converted:
-    """Write the weights at ``source`` as "hf", "dcp" or "original" to the empty ``out``; collective.
+    """Convert a checkpoint as ``zerostart.convert`` documents it; collective.
 
-    See ``zerostart.convert``, which raises what this raises.
+    With ``replace`` the directory ``out`` may have files; a model in it is replaced.
     """
     if to not in FORMATS:
         raise ConfigError(f"to={to!r} is none of the formats that are written: {', '.join(FORMATS)}")
-    return _convert(source, out, to, dtype, max_shard_size, replaces=False)
-
-
-def export(
-    source: str | os.PathLike[str],
-    out: str | os.PathLike[str],
-    dtype: torch.dtype | None = None,
-    max_shard_size: int | str = "5GB",
-) -> Converted:
-    """Write the weights at ``source`` as a Hugging Face directory, replacing a model in ``out``; collective.
-
-    Raises what ``convert`` raises.
-    """
-    return _convert(source, out, "hf", dtype, max_shard_size, replaces=True)
-
-
-def _convert(
-    source: str | os.PathLike[str],
-    out: str | os.PathLike[str],
-    to: str,
-    dtype: torch.dtype | None,
-    max_shard_size: int | str,
-    *,
-    replaces: bool,
-) -> Converted:
     if dtype is not None and not (isinstance(dtype, torch.dtype) and spelling(dtype) in PLAIN_FLOATS):
         raise ConfigError(f"dtype={dtype!r} is not a floating type that weights are stored in")
     parse_size(max_shard_size)
     world = current_world()
     with world.phase("converting"):
-        place = agreed_place(out, world, "converting to")
+        place = agree_on_place(out, world, "converting to")
         with world.phase("opening the source"):
             catalog = open_source(source)
-            _check_free(place, catalog, replaces)
+            _check_free(place, catalog, replace)
             weights, dequantised = _weights(catalog, to)
             tensors = {name: _cast(tensor, dtype) for name, tensor in weights.items()}
         reader = SourceReader(catalog)
@@ -108,7 +85,7 @@ def _convert(
             nbytes = sum(tensor.nbytes for tensor in tensors.values())
             return Converted(located(out), files, len(tensors), nbytes)
         config = _config(catalog)
-        with publishing(place, world) as publication:
+        with open_publication(place, world) as publication:
             written = write_tensors(
                 publication,
                 [(name, spelling(tensor.dtype, name), tensor.shape) for name, tensor in tensors.items()],
@@ -126,21 +103,21 @@ def _convert(
     return Converted(located(out), tuple(names), len(tensors), written.layout.total_size)
 
 
-def _check_free(place: Path | str, catalog: Catalog, replaces: bool) -> None:
-    """Raise ConfigError if ``place`` has the source, or any file that a conversion must not replace."""
+def _check_free(place: Path | str, catalog: Catalog, replace: bool) -> None:
+    """Raise ConfigError if ``place`` is the source or has files to keep."""
     folders = {file.rpartition("/")[0] for file in catalog.files}
     if isinstance(place, str):
-        taken = place in folders
+        is_source = place in folders
     else:
-        taken = os.path.realpath(place) in map(os.path.realpath, folders)
-    if taken:
-        raise ConfigError(f"{shown_url(str(place))} has the checkpoint to convert: name another directory")
-    if isinstance(place, Path) and not replaces and place.exists():
+        is_source = os.path.realpath(place) in map(os.path.realpath, folders)
+    if is_source:
+        raise ConfigError(f"{shown_url(str(place))} is the checkpoint to convert: name another directory")
+    if isinstance(place, Path) and not replace and place.exists():
         if not place.is_dir():
             raise ConfigError(f"{place} is a file: name a directory")
-        found = next((path.name for path in sorted(place.iterdir()) if path.name != ".zerostart"), None)
-        if found is not None:
-            raise ConfigError(f"{place}/{found} is there already: convert to an empty or a new directory")
+        existing = next((path.name for path in sorted(place.iterdir()) if path.name != ".zerostart"), None)
+        if existing is not None:
+            raise ConfigError(f"{place}/{existing} exists: convert to an empty or a new directory")
 
 
 def _config(catalog: Catalog) -> Mapping[str, object]:
@@ -149,11 +126,11 @@ def _config(catalog: Catalog) -> Mapping[str, object]:
 
 def _cast(tensor: SourceTensor, dtype: torch.dtype | None) -> SourceTensor:
     plain = spelling(tensor.dtype) in PLAIN_FLOATS
-    return tensor if dtype is None or not plain else replace(tensor, dtype=dtype)
+    return tensor if dtype is None or not plain else dataclasses.replace(tensor, dtype=dtype)
 
 
 def _weights(catalog: Catalog, to: str) -> tuple[dict[str, SourceTensor], bool]:
-    """Return the tensors to write by name, and whether they are dequantised."""
+    """Return the tensors to write by name, and True if they are dequantised."""
     if to == "original":
         return _original(catalog)
     stored = {
@@ -166,11 +143,11 @@ def _weights(catalog: Catalog, to: str) -> tuple[dict[str, SourceTensor], bool]:
 
 
 def _without_ties(stored: Mapping[str, SourceTensor], catalog: Catalog) -> dict[str, SourceTensor]:
-    found: dict[object, str] = {}
+    first_names: dict[object, str] = {}
     for name, tensor in stored.items():
         key = (tuple(_ranges(tensor, catalog.tensors)), tensor.shape) if tensor.numel else name
-        found.setdefault(key, name)
-    return {name: stored[name] for name in found.values()}
+        first_names.setdefault(key, name)
+    return {name: stored[name] for name in first_names.values()}
 
 
 def _ranges(tensor: SourceTensor, stored: Mapping[str, TensorEntry]) -> Iterator[object]:
@@ -183,8 +160,8 @@ def _original(catalog: Catalog) -> tuple[dict[str, SourceTensor], bool]:
     built, by_name = _built_model(catalog)
     if type(built.library).revert is ModelLibrary.revert:
         raise ConfigError(
-            f"{type(built.model).__name__} is of {built.library.name}, which has no way back to the "
-            "layout of a release: convert to hf, which keeps the names that the source has"
+            f"{type(built.model).__name__} is of {built.library.name}, which cannot restore the "
+            "layout of a release: convert to hf, which keeps the names of the source"
         )
     with one_thread():
         symbols = {
@@ -221,7 +198,7 @@ def _built_model(catalog: Catalog) -> tuple[Built, Mapping[str, Recipe]]:
 def _outgoing(reader: SourceReader, name: str, tensor: SourceTensor, world: World) -> Outgoing:
     """Describe a tensor whose elements are read from the source while it is written."""
     layout = flat_run(tensor.shape, 0, tensor.numel)
-    # One element that stands for all: the writer only asks `change` for what it writes.
+    # One expanded element: the writer takes the values from ``change``.
     storage = torch.empty(1, dtype=tensor.dtype, device="cpu").expand(tensor.numel)
     shard = Shard(name, layout, storage, lambda _: layout, (world.rank, world.size))
     recipe = Recipe(Target(name, tensor.shape, tensor.dtype), geometry.whole(name, tensor.shape))

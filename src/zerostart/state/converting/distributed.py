@@ -1,4 +1,4 @@
-"""Write a directory of ``torch.distributed.checkpoint``, reading each tensor only while it is written."""
+"""Write a ``torch.distributed.checkpoint`` directory in bounded memory."""
 
 from __future__ import annotations
 
@@ -67,7 +67,9 @@ def save_distributed(
 def _save(reader: SourceReader, tensors: Mapping[str, SourceTensor], part: Path, world: World) -> None:
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is meant
+            warnings.filterwarnings(
+                "ignore", "torch.distributed is disabled"
+            )  # conversions may run in one process
             save(
                 {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in tensors.items()},
                 storage_writer=FileSystemWriter(part, per_thread_copy_ahead=0),
@@ -80,7 +82,7 @@ def _save(reader: SourceReader, tensors: Mapping[str, SourceTensor], part: Path,
 
 
 class _StreamingPlanner(DefaultSavePlanner):
-    """Saves tensors in runs of rows, each of which is read when the writer asks for it."""
+    """Planner that saves runs of rows, each read when it is written."""
 
     def __init__(self, reader: SourceReader, tensors: Mapping[str, SourceTensor], world: World) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Open the checkpoint of a conversion, and read parts of its tensors in bounded memory."""
+"""Open the source of a conversion, and read parts of its tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zerostart.errors import CheckpointNotFoundError, ConfigError
 from zerostart.geometry import Piece
 from zerostart.geometry.layout.layout import flat_run
 from zerostart.recipe import Recipe, Target
-from zerostart.state.resuming.retention import complete
+from zerostart.state.resuming.retention import list_complete
 from zerostart.state.resuming.training_state import MODEL
 from zerostart.transfer import Progress, execute, tune
 from zerostart.transfer.planning import Destination, join
@@ -32,7 +32,7 @@ _READ_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class SourceTensor:
-    """A tensor to write: its dtype and shape, and the pieces of the source that make it up."""
+    """A tensor to write, with the pieces of the source that it consists of."""
 
     name: str
     dtype: torch.dtype
@@ -49,9 +49,9 @@ class SourceTensor:
 
 
 def open_source(source: str | os.PathLike[str]) -> Catalog:
-    """Open what ``zerostart.load`` opens, or the newest complete checkpoint of a run's directory.
+    """Open a source of ``zerostart.load``, or the newest checkpoint of a run's directory.
 
-    Raises what ``open_catalog`` raises, and ConfigError for a training state without the frozen weights.
+    Raises the errors of ``open_catalog``, and ConfigError for a training state without the frozen weights.
     """
     try:
         catalog = open_catalog(source)
@@ -75,7 +75,7 @@ def open_source(source: str | os.PathLike[str]) -> Catalog:
 
 
 def _newest_checkpoint(run: Path) -> Path | None:
-    states = [state for folder in (run, run / "checkpoints") for state in complete(folder)]
+    states = [state for folder in (run, run / "checkpoints") for state in list_complete(folder)]
     if states:
         return states[-1]
     steps = {int(match[1]): path for path in run.glob("*") if (match := _STEP.fullmatch(path.name))}
@@ -96,8 +96,8 @@ class SourceReader:
         out = torch.empty(count, dtype=tensor.dtype, device="cpu")
         recipe = Recipe(Target(tensor.name, tensor.shape, tensor.dtype), tensor.pieces)
         layout = flat_run(tensor.shape, first, first + count)
-        wanted = Destination(tensor.name, count, count, tensor.dtype, True)
-        plan = join(self._catalog, [(recipe, layout, wanted)], self._options)
+        destination = Destination(tensor.name, count, count, tensor.dtype, True)
+        plan = join(self._catalog, [(recipe, layout, destination)], self._options)
         reader = plan.storage.reader(cold=self._cold, direct=self._direct)
         execute(plan, [out], Progress(plan.read_bytes, shown=False), 1, reader)
         return out

@@ -1,1 +1,1 @@
-"""Training states: saved while training goes on, and restored on any layout."""
+"""Save training states, and restore them on any layout."""

@@ -1,4 +1,4 @@
-"""``zerostart.load_state``: a load of a training checkpoint into the layouts that the engine has now."""
+"""Load a training checkpoint into the present layouts of an engine."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ from zerostart.state.resuming.optimizer import (
     check_local,
     check_rule,
     check_saveable,
-    optimizers_of,
+    create_local_states,
+    create_moments,
+    list_optimizers,
     restore_groups,
-    restored_local,
-    restored_moments,
 )
 from zerostart.state.resuming.training_state import (
     FORMAT,
@@ -52,11 +52,11 @@ from zerostart.state.resuming.training_state import (
     MODEL,
     STATE,
     check_restorable,
-    random_rows,
+    get_random_rows,
     set_random_rows,
 )
-from zerostart.state.resuming.values import decoded, dtype_of, encoded
-from zerostart.state.saving.writing import agreed_place
+from zerostart.state.resuming.values import decode, dtype_of, encode
+from zerostart.state.saving.writing import agree_on_place
 from zerostart.transfer import Progress, Tuning
 from zerostart.transfer.collective import execute_together
 from zerostart.transfer.planning import Destination, Plan, join
@@ -64,15 +64,15 @@ from zerostart.transfer.tuning import tune
 
 logger = logging.getLogger("zerostart")
 
-#: A tensor of the checkpoint, and where this rank's share of it goes: the name, the layout, 1-D storage.
-_Wanted = tuple[str, Layout, torch.Tensor]
-#: What tensors of the state are kept for, in the first part of their names; other ones are whole.
+#: A tensor to read: its name, and the layout and 1-D storage of this rank's share.
+_Target = tuple[str, Layout, torch.Tensor]
+#: First parts of names of tensors that belong to parameters; all others are whole.
 _OF_PARAMETERS = frozenset({"master", "optimizer", "gradient", "random", LOCAL})
-#: accelerate's and the Trainer's files of an optimizer that one rank has gathered.
+#: Files of accelerate and the Trainer with a gathered optimizer.
 _WHOLE_OPTIMIZERS = ("optimizer.bin", "optimizer.pt")
 
 
-#: Entries of a document and of its entry ``optimizer``, and the types that they have.
+#: Required entries of a document and of its entry ``optimizer``, with their types.
 _FIELDS = {
     "world_size": int,
     "ties": dict,
@@ -82,12 +82,12 @@ _FIELDS = {
     "extra": object,
 }
 _OPTIMIZER = {"class": str, "numbers": dict, "groups": list}
-#: Entries that a document may lack.
+#: Optional entries of a document.
 _OPTIONAL = {"modules": dict, "beside": list, "around": dict}
 
 
 def read_document(state: Path) -> dict[str, object]:
-    """The document of the training state in a directory.
+    """Read the document of the training state in a directory.
 
     Raises ReadError, and CheckpointError for a damaged one.
     """
@@ -100,64 +100,54 @@ def read_document(state: Path) -> dict[str, object]:
             "zerostart"
         )
     check_seal(document, path)
-    optional = {name: kind for name, kind in _OPTIONAL.items() if name in document}
-    _check_fields(path, document, {**_FIELDS, **optional}, "")
+    document = {name: kind() for name, kind in _OPTIONAL.items()} | document
+    _check_fields(path, document, _FIELDS | _OPTIONAL)
     if document["optimizer"]:
-        _check_fields(path, document["optimizer"], _OPTIMIZER, "optimizer.")
+        _check_fields(path, document["optimizer"], _OPTIMIZER)
     return document
 
 
-def _check_fields(path: Path, found: Mapping[str, object], fields: Mapping[str, type], where: str) -> None:
+def _check_fields(path: Path, entries: Mapping[str, object], fields: Mapping[str, type]) -> None:
     for name, kind in fields.items():
-        if name not in found or not isinstance(found[name], kind):
-            what = "no" if name not in found else "another kind of"
+        if name not in entries or not isinstance(entries[name], kind):
             raise CheckpointError(
-                f"{path} has {what} entry {where}{name}: it is damaged, or is not the document of a "
-                "training state; use another checkpoint"
+                f"{path} has no entry {name}, or one of another kind: it is damaged, or is not the document "
+                "of a training state; use another checkpoint"
             )
 
 
-# Training states that others wrote, in the words of our own.
+# Training states of other libraries.
 
-#: The world size in their documents: it is of no use, as random states of ranks are not there.
-OTHERS = 0
-#: Settings of a parameter group that JSON can hold.
+#: World size in the documents of other libraries, which have no random states of ranks.
+FOREIGN_WORLD_SIZE = 0
+#: Types of group settings that JSON can hold.
 _SIMPLE = (bool, int, float, str, type(None))
 
 
-def foreign_state(place: Path) -> tuple[dict[str, object], Catalog, Catalog] | None:
-    """The document and the catalogs of a state of DeepSpeed's, torch's or accelerate's.
-
-    It has what these save of a model and its optimizer; random states, schedules and the positions in the
-    data are left to who saved them. None where ``place`` is no such directory.
-    """
-    if not place.is_dir() or (read := training_states(place)) is None:
-        return None
-    found, model, state = read
-    return _document(found), model, state
-
-
-def _document(found: TrainingContents) -> dict[str, object]:
-    engine: dict[str, object] = {"name": "deepspeed", **found.engine} if found.engine else {"name": "torch"}
-    if found.schedule is not None:
-        engine["schedule"] = _encoded(found.schedule)
+def _document(contents: TrainingContents) -> dict[str, object]:
+    """Describe another library's state of a model and optimizer as a document of ours."""
+    engine: dict[str, object] = (
+        {"name": "deepspeed", **contents.engine} if contents.engine else {"name": "torch"}
+    )
+    if contents.schedule is not None:
+        engine["schedule"] = _encoded(contents.schedule)
     return {
         "format": 1,
-        "world_size": OTHERS,
-        "ties": found.ties,
+        "world_size": FOREIGN_WORLD_SIZE,
+        "ties": contents.ties,
         "left_out": [],
         "optimizer": {
             "class": "",
             "numbers": {
                 key: [[value, [name]] for name, value in by_name.items()]
-                for key, by_name in found.numbers.items()
+                for key, by_name in contents.numbers.items()
             },
             "groups": [
                 {"settings": _encoded(group.settings), "parameters": list(group.parameters)}
-                for group in found.groups
+                for group in contents.groups
             ],
         }
-        if found.groups
+        if contents.groups
         else {},
         "engine": engine,
         "extra": None,
@@ -165,9 +155,9 @@ def _document(found: TrainingContents) -> dict[str, object]:
 
 
 def _encoded(values: Mapping[Any, Any]) -> dict[str, object]:
-    """Encode the settings that are numbers, words, or tuples and lists of these."""
+    """Encode settings that are numbers, strings, or tuples and lists of these."""
     return {
-        str(key): encoded(value, key, {})
+        str(key): encode(value, key, {})
         for key, value in values.items()
         if type(value) in _SIMPLE
         or (type(value) in (tuple, list) and all(type(item) in _SIMPLE for item in value))
@@ -176,7 +166,7 @@ def _encoded(values: Mapping[Any, Any]) -> dict[str, object]:
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint: its document, and the catalogs of its two folders."""
+    """A training checkpoint: its document and the catalogs of its two folders."""
 
     path: Path | str
     document: JsonObject
@@ -185,53 +175,54 @@ class Saved:
 
     @property
     def stored(self) -> dict[str, str]:
-        """The dtype of each tensor, those of the model as ``model/NAME``."""
-        found = {name: entry.dtype for name, entry in self.state.weights.items()}
-        return found | {f"{MODEL}/{name}": entry.dtype for name, entry in self.model.weights.items()}
+        """Dtypes by name; tensors of the model have names ``model/NAME``."""
+        state = {name: entry.dtype for name, entry in self.state.weights.items()}
+        return state | {f"{MODEL}/{name}": entry.dtype for name, entry in self.model.weights.items()}
 
 
-def opened(path: Path | str, world: World) -> Saved:
-    """The training state at ``path``, which rank 0 finds, on every rank; collective.
+def open_state(path: Path | str, world: World) -> Saved:
+    """Open the training state at ``path`` on rank 0 for all ranks; collective.
 
-    Raises CheckpointNotFoundError where there is none, and CheckpointError for a damaged one.
+    Raises CheckpointNotFoundError if there is none, and CheckpointError for a damaged one.
     """
-    found = world.broadcast_object(lambda: _described(path), "reading the checkpoint's document")
-    return replace(found, model=open_source(found.model, world), state=open_source(found.state, world))
+    saved = world.broadcast_object(lambda: _open(path), "reading the checkpoint's document")
+    return replace(saved, model=open_source(saved.model, world), state=open_source(saved.state, world))
 
 
-def _described(path: Path | str) -> Saved:
-    """Open the training state at ``path``, ours first, then one of another library."""
+def _open(path: Path | str) -> Saved:
+    """Open the training state at ``path``, of zerostart or of another library."""
     if isinstance(path, str):
         storage = storage_at(path)
         assert storage is not None, "it is a URL"
         if not is_stored_state(storage):
             raise CheckpointNotFoundError(
                 f"{shown_url(path)} is not a complete training state: {MARKER}, which zerostart.save_state "
-                "writes last, is missing. A checkpoint of another library is not read at a URL: copy its "
+                "writes last, is missing. Checkpoints of other libraries are not read from URLs: copy the "
                 "directory to this machine first"
             )
-        own: Path | str = path
+        place: Path | str = path
     else:
-        found = state_in(path)
-        if found is None:
-            return _foreign(path)
-        tell_of_newer(path, found)
-        own = found
-    document, (weights, state) = open_saved_state(own, (MODEL, STATE), read_document)
-    return Saved(own, document, weights, state)
+        directory = state_in(path)
+        if directory is None:
+            return _open_foreign(path)
+        tell_of_newer(path, directory)
+        place = directory
+    document, (weights, state) = open_saved_state(place, (MODEL, STATE), read_document)
+    return Saved(place, document, weights, state)
 
 
-def _foreign(path: Path) -> Saved:
-    """Open what DeepSpeed, torch or accelerate saved in ``path``."""
-    if (found := foreign_state(path)) is not None:
-        return Saved(path, *found)
+def _open_foreign(path: Path) -> Saved:
+    """Open the checkpoint of DeepSpeed, torch or accelerate in ``path``."""
+    if path.is_dir() and (read := training_states(path)) is not None:
+        contents, model, state = read
+        return Saved(path, _document(contents), model, state)
     for name in _WHOLE_OPTIMIZERS:
         if (path / name).is_file():
             raise CheckpointNotFoundError(
                 f"{path / name} has the optimizer of all ranks in one pickle, which cannot be read in "
                 "parts: resume it once with the library that saved it, and save again with "
                 "zerostart.save_state, or with accelerate and fsdp_state_dict_type: "
-                "SHARDED_STATE_DICT; zerostart.load can load the weights alone"
+                "SHARDED_STATE_DICT; zerostart.load can load only the weights"
             )
     raise CheckpointNotFoundError(
         f"{path} is not a complete training state: {MARKER}, which zerostart.save_state writes last, is "
@@ -243,58 +234,57 @@ def restore_state(
     path: str | os.PathLike[str],
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
-    beside: Sequence[StateTensor] = (),
+    extra_tensors: Sequence[StateTensor] = (),
     stepped: bool = True,
     counters: bool = True,
 ) -> Any:
-    """See ``zerostart.load_state``, which raises what this raises.
+    """Load a training checkpoint as ``zerostart.load_state`` documents it.
 
-    ``beside`` are tensors that were kept for parameters, to be filled; raises CheckpointError where one was
-    not saved. Without ``stepped`` an engine's masters come with the weights, and what the optimizer keeps for
-    them, gradients and random states stay as they are; without ``counters`` what the engine counts does.
+    ``extra_tensors`` are further tensors of parameters to fill; raises CheckpointError for one that was not
+    saved. Without ``stepped`` only weights and masters are read: optimizer states, gradients and random
+    states are unchanged. Without ``counters`` the engine's counters are unchanged.
     """
     world = current_world()
     with world.phase("restoring the training state"):
-        place = agreed_place(path, world, "restoring from")
-        # A save in the background that goes to this very place has to be there before it is read.
+        place = agree_on_place(path, world, "restoring from")
+        # A background save to this path must end before it is read.
         finish_last(world, place)
-        saved = opened(place, world)
-        with world.phase("looking at what is restored"):
+        saved = open_state(place, world)
+        with world.phase("checking the checkpoint"):
             training = LiveTraining(model, optimizer, world)
-            # From here on steps of the optimizer are noted, so that a save right after this knows where its
-            # window stands.
+            # Watch steps from now on, so that the next save knows whether gradients were used.
             training.state.watch()
             check_restorable(training)
             _check_names(training, saved)
             if stepped:
                 _check_optimizers(training, saved, world)
-            wanted = [*_parameters(training, saved, world), *_beside(beside, saved)]
-        # Room only; both are filled by the same reads as everything else.
+            targets = [*_parameters(training, saved, world), *_targets_of(extra_tensors, saved)]
+        # Empty tensors that the same reads fill.
         extra, rows = _extra(saved), _random_rows(saved) if stepped else {}
-        # From here on the optimizer is changed: what could be refused has been.
-        with torch.no_grad(), world.phase("planning what is restored"):
-            wanted += _masters(training, saved)
+        # All checks are done: the optimizer changes from here on.
+        with torch.no_grad(), world.phase("planning the reads"):
+            targets += _masters(training, saved)
             if stepped:
-                wanted += _moments(training, saved, world)
-            wanted += [(name, replicated(tensor.shape), tensor.view(-1)) for name, tensor in extra.items()]
-            wanted += [(name, _row(saved, name, world), row) for name, row in rows.items()]
+                targets += _moments(training, saved, world)
+            targets += [(name, replicated(tensor.shape), tensor.view(-1)) for name, tensor in extra.items()]
+            targets += [(name, _row(saved, name, world), row) for name, row in rows.items()]
             plans = [
-                planned_reads(saved.model, _of(MODEL, wanted)),
-                planned_reads(saved.state, _of("", wanted)),
+                plan_reads(saved.model, _of(MODEL, targets)),
+                plan_reads(saved.state, _of("", targets)),
             ]
         with torch.no_grad():
-            # Collective, the model first: its plan and that of the state are of other files.
+            # Two plans, since model and state have separate files.
             for plan, storages, tuning in plans:
                 execute_together(plan, storages, Progress(plan.read_bytes, False), tuning, world)
             training.drop_gathered()
-        # Random states come last: nothing after them may draw.
+        # Random states last: nothing may draw random numbers after them.
         with world.phase("restoring counters and random states"):
             if counters:
                 _restore_engine(training, saved, extra, stepped)
             _restore_around(training, saved, extra)
             _restore_modules(training, saved, extra)
             _restore_random(saved, rows, world)
-        return decoded(saved.document["extra"], extra)
+        return decode(saved.document["extra"], extra)
 
 
 def _check_names(live: LiveModel, saved: Saved) -> None:
@@ -302,13 +292,13 @@ def _check_names(live: LiveModel, saved: Saved) -> None:
     shapes = {name: shard.layout.shape for name, shard in live.shards.items()}
     shapes |= {name: tuple(buffer.shape) for name, buffer in live.buffers.items()}
     ties = saved.document["ties"]
-    known = {_name(name, saved) for name in shapes}
-    if saved.document["world_size"] == OTHERS:  # who write a tied tensor under each of its names
-        known |= set(live.ties) | {ties.get(name, name) for name in live.ties}
+    expected = {_name(name, saved) for name in shapes}
+    if saved.document["world_size"] == FOREIGN_WORLD_SIZE:  # others write tied tensors under each name
+        expected |= set(live.ties) | {ties.get(name, name) for name in live.ties}
     left_out = set(saved.document["left_out"])
-    # What was left out by the save is frozen, and has its values from the load of the model.
+    # Tensors that the save left out are frozen and keep their loaded values.
     missing = sorted(n for n in shapes.keys() - left_out if _name(n, saved) not in saved.model.weights)
-    unexpected = sorted((saved.model.weights.keys() - known) | (left_out - shapes.keys()))
+    unexpected = sorted((saved.model.weights.keys() - expected) | (left_out - shapes.keys()))
     mismatched = {
         name: (saved.model.weights[_name(name, saved)].shape, shape)
         for name, shape in shapes.items()
@@ -329,12 +319,12 @@ def _check_names(live: LiveModel, saved: Saved) -> None:
 
 
 def _check_optimizers(training: LiveTraining, saved: Saved, world: World) -> None:
-    """Raise unless what steps now can go on with what was saved, before anything is changed."""
+    """Raise unless the running optimizers can continue the saved ones."""
     document = saved.document["optimizer"]
     if training.steps and not document:
         raise ConfigError(f"{saved.path} was saved without an optimizer; leave optimizer out")
     check_saveable(training)
-    for optimizer in optimizers_of(training.steps):
+    for optimizer in list_optimizers(training.steps):
         check_rule(optimizer, document)
     with_gradients = bool(_with_gradients(saved))
     training.state.check_window(saved.document["engine"], with_gradients, str(saved.path))
@@ -342,37 +332,37 @@ def _check_optimizers(training: LiveTraining, saved: Saved, world: World) -> Non
 
 
 def _name(name: str, saved: Saved) -> str:
-    """The name under which the checkpoint has a tensor, which may be tied there."""
-    found: str = name if name in saved.model.weights else saved.document["ties"].get(name, name)
-    return found
+    """Return the checkpoint's name of a tensor, which may be tied there."""
+    stored: str = name if name in saved.model.weights else saved.document["ties"].get(name, name)
+    return stored
 
 
-def _parameters(training: LiveTraining, saved: Saved, world: World) -> list[_Wanted]:
-    """Parameters, those of more bits than were saved from their masters, and buffers."""
-    wanted: list[_Wanted] = []
+def _parameters(training: LiveTraining, saved: Saved, world: World) -> list[_Target]:
+    """List parameters and buffers; read a more precise parameter from its master."""
+    targets: list[_Target] = []
     for name, shard in training.shards.items():
         if name in saved.document["left_out"]:
-            continue  # frozen, and as the model was loaded
-        wanted.append((_source(name, shard.storage.dtype, saved), shard.layout, shard.storage))
+            continue  # frozen, and already loaded
+        targets.append((_source(name, shard.storage.dtype, saved), shard.layout, shard.storage))
     for name, buffer in training.buffers.items():
         shard = whole_shard(name, buffer, world)
-        wanted.append((f"{MODEL}/{name}", shard.layout, shard.storage))
-    return wanted
+        targets.append((f"{MODEL}/{name}", shard.layout, shard.storage))
+    return targets
 
 
-def _beside(beside: Sequence[StateTensor], saved: Saved) -> list[_Wanted]:
-    for kept in beside:
+def _targets_of(extra_tensors: Sequence[StateTensor], saved: Saved) -> list[_Target]:
+    for kept in extra_tensors:
         if f"{kept.key}/{kept.name}" not in saved.state.weights:
             raise CheckpointError(
                 f"{saved.path} has no {kept.key} of {kept.name}: the state was saved without it; leave "
-                f"{kept.key} out, or start anew"
+                f"{kept.key} out, or start a new run"
             )
-    return [(f"{kept.key}/{kept.name}", kept.shard.layout, kept.shard.storage) for kept in beside]
+    return [(f"{kept.key}/{kept.name}", kept.shard.layout, kept.shard.storage) for kept in extra_tensors]
 
 
 def _source(name: str, dtype: torch.dtype, saved: Saved) -> str:
-    # The master has all bits of which the parameter's were rounded. Where what is restored has the dtype that
-    # was saved, the parameter's own bits are taken, so that they come back exactly.
+    # The master has the bits that the parameter lost by rounding. A target of the saved dtype takes the
+    # parameter's own bits, so that they are restored exactly.
     name = _name(name, saved)
     master = f"master/{name}"
     if master in saved.state.weights and dtype_of(saved.model.weights[name].dtype) != dtype:
@@ -380,32 +370,30 @@ def _source(name: str, dtype: torch.dtype, saved: Saved) -> str:
     return f"{MODEL}/{name}"
 
 
-def _of(folder: str, wanted: Sequence[_Wanted]) -> list[_Wanted]:
+def _of(folder: str, targets: Sequence[_Target]) -> list[_Target]:
     prefix = f"{MODEL}/"
     if not folder:
-        return [item for item in wanted if not item[0].startswith(prefix)]
-    return [(n.removeprefix(prefix), layout, room) for n, layout, room in wanted if n.startswith(prefix)]
+        return [item for item in targets if not item[0].startswith(prefix)]
+    return [(n.removeprefix(prefix), layout, room) for n, layout, room in targets if n.startswith(prefix)]
 
 
-def planned_reads(catalog: Catalog, wanted: Iterable[_Wanted]) -> tuple[Plan, list[torch.Tensor], Tuning]:
-    """What this rank reads to fill storages, those that have elements, and how.
+def plan_reads(catalog: Catalog, targets: Iterable[_Target]) -> tuple[Plan, list[torch.Tensor], Tuning]:
+    """Plan the reads that fill this rank's storages; return plan, storages and tuning.
 
-    Raises CheckpointError for a tensor that has another shape in the checkpoint.
+    Raises CheckpointError for a tensor with another shape in the checkpoint.
     """
     parts = []
     storages: list[torch.Tensor] = []
     staged = False
-    for name, layout, storage in wanted:
-        # A rank may hold nothing of a tensor: there is nothing to be read, and all else of the load is
-        # collective without it.
+    for name, layout, storage in targets:
+        # A rank may hold no element of a tensor.
         if not storage.numel():
             continue
         entry, direct = catalog.weights[name], storage.device.type == "cpu"
         if entry.shape != layout.shape:
             raise CheckpointError(f"{name} has the shape {entry.shape} in the checkpoint, not {layout.shape}")
         recipe = Recipe(Target(name, layout.shape, storage.dtype), entry.pieces)
-        # Engines pad shares, and some keep less of the padding than the layout has: what is not kept cannot
-        # be filled.
+        # Engines pad shares, and some keep less padding than the layout says.
         owned = min(layout.owned, storage.numel())
         parts.append((recipe, layout, Destination(name, storage.numel(), owned, storage.dtype, direct)))
         storages.append(storage)
@@ -414,78 +402,78 @@ def planned_reads(catalog: Catalog, wanted: Iterable[_Wanted]) -> tuple[Plan, li
     return join(catalog, parts, tuning.options()), storages, tuning
 
 
-def _masters(training: LiveTraining, saved: Saved) -> list[_Wanted]:
+def _masters(training: LiveTraining, saved: Saved) -> list[_Target]:
     return [
         (_source(kept.name, kept.shard.storage.dtype, saved), kept.shard.layout, kept.shard.storage)
         for kept in training.masters()
         if kept.name not in saved.document["left_out"]
-        # A master in the parameter's own dtype may be the parameter itself: it is read once.
-        and not _same_memory(kept.shard, training.shards[kept.name])
+        # A master in the parameter's dtype may be the parameter itself, which is read once.
+        and _memory(kept.shard) != _memory(training.shards[kept.name])
     ]
 
 
-def _moments(training: LiveTraining, saved: Saved, world: World) -> list[_Wanted]:
+def _memory(shard: Shard) -> tuple[torch.dtype, int]:
+    return shard.storage.dtype, shard.storage.data_ptr()
+
+
+def _moments(training: LiveTraining, saved: Saved, world: World) -> list[_Target]:
     if not training.steps:
         return []
     document = saved.document["optimizer"]
     restore_groups(training, document)
-    moments = restored_moments(training, document, saved.stored)
-    wanted = [(f"optimizer/{k.key}/{k.name}", k.shard.layout, k.shard.storage) for k in moments]
-    local = restored_local(training, document, world)
-    wanted += [(shard.name, shard.layout, shard.storage) for shard in local]
+    moments = create_moments(training, document, saved.stored)
+    targets = [(f"optimizer/{k.key}/{k.name}", k.shard.layout, k.shard.storage) for k in moments]
+    local = create_local_states(training, document, world)
+    targets += [(shard.name, shard.layout, shard.storage) for shard in local]
     gradients = _gradients(training, saved)
-    return wanted + [(f"gradient/{k.name}", k.shard.layout, k.shard.storage) for k in gradients]
-
-
-def _same_memory(a: Shard, b: Shard) -> bool:
-    return a.storage.dtype == b.storage.dtype and a.storage.data_ptr() == b.storage.data_ptr()
+    return targets + [(f"gradient/{k.name}", k.shard.layout, k.shard.storage) for k in gradients]
 
 
 def _gradients(training: LiveTraining, saved: Saved) -> Iterator[StateTensor]:
-    """Room for the gradients that were saved; those that were not are none.
+    """Create the saved gradients, to be filled, and clear all others.
 
-    Raises ConfigError for a window that another kind of engine has to end.
+    Raises ConfigError if this engine cannot complete the accumulation window.
     """
     names = _with_gradients(saved)
-    wanted = {id(parameter) for name, parameter in training.parameters.items() if name in names}
-    made = training.state.make_gradients(wanted, saved.document["engine"])
-    if made is None:
+    parameters = {id(parameter) for name, parameter in training.parameters.items() if name in names}
+    gradients = training.state.make_gradients(parameters, saved.document["engine"])
+    if gradients is None:
         raise ConfigError(
             f"{saved.path} was saved in the middle of gradient accumulation, which this engine "
             "cannot complete: resume with the engine that saved it, or save after "
             "optimizer.step() and zero_grad()"
         )
-    return training.shard_gradients(made)
+    return training.shard_gradients(gradients)
 
 
 def _with_gradients(saved: Saved) -> set[str]:
-    """The parameters whose gradients were saved."""
+    """Return the names of the parameters whose gradients were saved."""
     return {name.partition("/")[2] for name in saved.state.weights if name.startswith("gradient/")}
 
 
 def _extra(saved: Saved) -> dict[str, torch.Tensor]:
-    kept = _OF_PARAMETERS | set(saved.document.get("beside", ()))
+    excluded = _OF_PARAMETERS | set(saved.document.get("beside", ()))
     return {
         name: torch.empty(entry.shape, dtype=dtype_of(entry.dtype), device="cpu")
         for name, entry in saved.state.weights.items()
-        if name.partition("/")[0] not in kept
+        if name.partition("/")[0] not in excluded
     }
 
 
 def _restore_engine(
     training: LiveTraining, saved: Saved, tensors: Mapping[str, torch.Tensor], gradients: bool
 ) -> None:
-    found = saved.document["engine"]
-    if not gradients:  # without which no window goes on
-        found = {key: value for key, value in found.items() if key != "window"}
-    training.state.restore_counters(found)
+    engine = saved.document["engine"]
+    if not gradients:  # an accumulation window needs its gradients
+        engine = {key: value for key, value in engine.items() if key != "window"}
+    training.state.restore_counters(engine)
     for key, component in training.state.components().items():
-        if found.get(key):
-            component.load_state_dict(decoded(found[key], tensors))
+        if engine.get(key):
+            component.load_state_dict(decode(engine[key], tensors))
 
 
 def _restore_around(training: LiveTraining, saved: Saved, tensors: Mapping[str, torch.Tensor]) -> None:
-    values = decoded(saved.document.get("around", {}), tensors)
+    values = decode(saved.document.get("around", {}), tensors)
     for name, buffer in training.wrapper_buffers.items():
         if name in values:
             with torch.no_grad():
@@ -499,13 +487,13 @@ def _restore_modules(training: LiveTraining, saved: Saved, tensors: Mapping[str,
             raise CoverageError(
                 f"{saved.path} has a state of the module {name}, and the model has no such module"
             )
-        modules[name].set_extra_state(decoded(state, tensors))
+        modules[name].set_extra_state(decode(state, tensors))
 
 
 def _random_rows(saved: Saved) -> dict[str, torch.Tensor]:
-    found = {f"random/{name}": now for name, now in random_rows().items()}
-    stored = {name: saved.state.weights[name].shape[1] for name in found if name in saved.state.weights}
-    return {name: torch.empty_like(now) for name, now in found.items() if stored.get(name) == now.numel()}
+    current = {f"random/{name}": row for name, row in get_random_rows().items()}
+    stored = {name: saved.state.weights[name].shape[1] for name in current if name in saved.state.weights}
+    return {name: torch.empty_like(row) for name, row in current.items() if stored.get(name) == row.numel()}
 
 
 def _row(saved: Saved, name: str, world: World) -> Layout:
@@ -520,8 +508,7 @@ def _restore_random(saved: Saved, rows: Mapping[str, torch.Tensor], world: World
     if saved.document["world_size"] == world.size:
         set_random_rows({name.removeprefix("random/"): row for name, row in rows.items()})
         return
-    # The rank is added, so that ranks do not draw alike; the rest is the first saved row, so that two
-    # resumptions of one state draw the same.
+    # The first saved row makes resumptions of one state draw alike; the rank makes ranks draw differently.
     seed = zlib.crc32(rows["random/torch"].numpy().tobytes()) + world.rank
     random.seed(seed)
     np.random.seed(seed)

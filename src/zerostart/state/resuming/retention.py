@@ -1,4 +1,4 @@
-"""Which of a run's training checkpoints stay: the last ones, and the best."""
+"""Delete old training checkpoints of a run, except the last and the best."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from zerostart.errors import CheckpointError, ConfigError, WriteError
 from zerostart.state.resuming.training_state import MARKER
 
 
-def complete(directory: Path | str, own: Callable[[object], bool] | None = None) -> list[Path]:
-    """The complete training checkpoints in a directory, the oldest first.
+def list_complete(directory: Path | str, own: Callable[[object], bool] | None = None) -> list[Path]:
+    """List the complete training checkpoints in a directory, the oldest first.
 
-    With ``own``, those alone of which it says so from their ``extra``, as it is in the document.
+    ``own`` selects checkpoints by ``extra`` as it is in their documents; None selects all.
     """
-    found = {
+    times = {
         path: when
-        for path, document, when in saved_below(directory)
+        for path, document, when in iterate_states(directory)
         if own is None or own(document.get("extra"))
     }
-    return sorted(found, key=lambda path: (found[path], path.name))
+    return sorted(times, key=lambda path: (times[path], path.name))
 
 
-def saved_below(directory: Path | str) -> Iterator[tuple[Path, JsonObject, int]]:
-    """The directories right below one that have the document of a training state, with it and its time."""
-    # What a killed save has left beside a checkpoint begins with a dot.
+def iterate_states(directory: Path | str) -> Iterator[tuple[Path, JsonObject, int]]:
+    """Yield the training states in a directory with their documents and times."""
+    # Names of leftovers of killed saves begin with a dot.
     for marker in Path(directory).glob(f"[!.]*/{MARKER}"):
         with contextlib.suppress(CheckpointError):
             document = read_json(marker, "training state", MAX_DOCUMENT_BYTES)
@@ -43,34 +43,33 @@ def prune(
     score: Callable[[object], float | None] | None = None,
     own: Callable[[object], bool] | None = None,
 ) -> list[Path]:
-    """Remove training checkpoints in ``directory`` but the last ``keep`` and the ``best`` ones; gives them.
+    """Delete training checkpoints except the last ``keep`` and the ``best``; return them.
 
-    One rank calls it, after a save. ``score`` says how good a checkpoint is, from its ``extra`` as it is in
-    the document (more is better; None and nan are none of the best). ``keep=None`` keeps all. What is
-    incomplete, or no training checkpoint, or none of ``own``, is left alone.
-    A checkpoint is none any more from one step on, and then the files go that its document names: what others
-    have put there stays, and what a kill has left goes with the next call.
-    Raises ConfigError for numbers that keep nothing, WriteError where removing fails.
+    One rank calls it, after a save. ``score`` rates a checkpoint by ``extra`` as it is in the document:
+    higher is better, and None and nan never count as best. ``keep=None`` keeps all. Incomplete checkpoints,
+    other directories and checkpoints that ``own`` rejects are not touched. Only files that the document of a
+    checkpoint lists are deleted; the next call completes a deletion that was killed. Raises ConfigError for
+    numbers that keep nothing, and WriteError if a deletion fails.
     """
     if keep is None:
         return []
     if keep < 1 or best < 0 or (best and score is None):
-        raise ConfigError(f"keep={keep} and best={best}: keep the last one at least, and say what is best")
-    # Killed saves and removals, whose directories nobody saves to again.
+        raise ConfigError(f"keep={keep} and best={best}: keep at least one, and pass score with best")
+    # Complete killed saves and deletions.
     for place in Path(directory).glob("*"):
         if not (place / MARKER).exists():
             clear_leftovers(place)
-    found = complete(directory, own)
-    kept = set(found[-keep:])
+    paths = list_complete(directory, own)
+    retained = set(paths[-keep:])
     if score is not None:
-        extras = {path: document.get("extra") for path, document, _ in saved_below(directory)}
-        told = {path: score(extras[path]) for path in found}
-        known = {path: value for path, value in told.items() if value is not None and not math.isnan(value)}
-        kept |= set(sorted(known, key=lambda path: known[path], reverse=True)[:best])
-    removed = [path for path in found if path not in kept]
+        extras = {path: document.get("extra") for path, document, _ in iterate_states(directory)}
+        scores = {path: score(extras[path]) for path in paths}
+        rated = {path: value for path, value in scores.items() if value is not None and not math.isnan(value)}
+        retained |= set(sorted(rated, key=lambda path: rated[path], reverse=True)[:best])
+    removed = [path for path in paths if path not in retained]
     for path in removed:
         try:
             remove(path, MARKER)
         except OSError as error:
-            raise WriteError(f"{path}: cannot be removed: {error}") from error
+            raise WriteError(f"{path} cannot be deleted: {error}") from error
     return removed

@@ -1,13 +1,12 @@
-"""``zerostart.save_state``: each rank writes its own share of a training checkpoint, now or later."""
+"""Write a training checkpoint, at once or in the background."""
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -15,16 +14,15 @@ import torch
 from torch import nn
 
 from zerostart.checkpoint.manifest import SAVED_AT, sealed
-from zerostart.checkpoint.strict_json import MAX_DOCUMENT_BYTES
 from zerostart.checkpoint.write.folders import check_space
 from zerostart.distributed.world import World, current_world
 from zerostart.errors import ConfigError, WriteError
 from zerostart.live.training import StateTensor
-from zerostart.state.resuming.background import Saving, begin, copied_to_host, finish_last
-from zerostart.state.resuming.training_state import MARKER, MODEL, STATE, Content, collected
+from zerostart.state.resuming.background import Saving, begin, copy_to_host, finish_last
+from zerostart.state.resuming.training_state import MARKER, MODEL, STATE, Content, collect_content
 from zerostart.state.resuming.values import checksum
 from zerostart.state.saving.save import save_settings
-from zerostart.state.saving.writing import Entry, agreed_place, entry_bytes, publishing, write_tensors
+from zerostart.state.saving.writing import agree_on_place, open_publication, size_of_entry, write_tensors
 
 logger = logging.getLogger("zerostart")
 
@@ -37,69 +35,48 @@ def write_state(
     wait: bool,
     budget: int | None = None,
     frozen: bool = True,
-    beside: Sequence[StateTensor] = (),
+    extra_tensors: Sequence[StateTensor] = (),
 ) -> Saving:
-    """See ``zerostart.save_state``. ``budget``: most bytes of host memory for the copies; None: what is free.
+    """Save a training state as ``zerostart.save_state`` documents it.
 
-    ``frozen=False`` leaves out parameters that are not trained, which ``load_state`` then leaves as they are.
-    ``beside`` are further tensors that are kept for parameters, by a key that nothing else here has.
-    Raises InsufficientMemoryError, on every rank, where they do not fit, and ConfigError where ranks save
-    other things than each other.
+    ``budget``: maximum size of the host copies, in bytes; None: the free memory. ``frozen=False`` leaves out
+    frozen parameters, which ``load_state`` then leaves unchanged. ``extra_tensors`` are further tensors of
+    parameters, under unused keys. Raises InsufficientMemoryError, on every rank, if the copies do not fit,
+    and ConfigError if ranks save different things.
     """
-    begun = time.perf_counter()
+    start = time.perf_counter()
     world = current_world()
     with world.phase("saving the training state"):
-        # One save at a time: the last one reads the memory of its copies until it has ended.
+        # One save at a time: the last one uses the buffers of its copies until its end.
         finish_last(world)
-        content = collected(model, optimizer, extra, world, frozen, beside)
-        with world.phase("looking at what is saved"):
-            check_size(content.document, [*content.model[0], *content.state[0]])
+        content = collect_content(model, optimizer, extra, world, frozen, extra_tensors)
         _check_alike(content, world)
-        place = agreed_place(path, world)
-        with world.phase("looking at the free space"):
+        place = agree_on_place(path, world)
+        with world.phase("checking the free space"):
             if world.rank == 0 and isinstance(place, Path):  # a store has room
                 parts = [*content.model[0], *content.state[0]]
-                check_space(place, sum(entry_bytes(entry) for entry in parts), "the training state")
+                check_space(place, sum(size_of_entry(entry) for entry in parts), "the training state")
         if wait:
             _write(place, content, world)
-            return Saving.finished(time.perf_counter() - begun)
-        # Nothing that the thread writes may lie where training goes on: from here on content has copies.
-        content = copied_to_host(content, world, budget)
-        return begin(partial(_write, place, content), place, world, begun)
-
-
-#: Bytes of the document for each tensor beside its name: its digest, quotes, indentation; and for each file.
-_PER_TENSOR, _PER_FILE = 48, 4096
-
-
-def check_size(document: Mapping[str, object], entries: Sequence[Entry]) -> None:
-    """Raise ConfigError, before anything is written, for a document that could not be read again.
-
-    ``entries`` are the tensors whose digests come to it.
-    """
-    size = len(json.dumps(document, indent=1)) + _PER_FILE
-    size += sum(len(json.dumps(name)) + _PER_TENSOR for name, _, _ in entries)
-    if size > MAX_DOCUMENT_BYTES:
-        raise ConfigError(
-            f"the document of the training state would have {size} bytes for {len(entries)} tensors, but at "
-            f"most {MAX_DOCUMENT_BYTES} can be read back: train fewer parameters, join small ones, or pass "
-            "less in extra"
-        )
+            return Saving(dict.fromkeys(("blocked", "written"), time.perf_counter() - start))
+        # Copy first, since training changes the tensors while the thread writes.
+        content = copy_to_host(content, world, budget)
+        return begin(partial(_write, place, content), place, world, start)
 
 
 def _check_alike(content: Content, world: World) -> None:
-    """Raise ConfigError, on every rank, where one saves something else than the others; collective."""
+    """Raise ConfigError, on every rank, if ranks save different things; collective."""
     names = zlib.crc32(repr((content.model[0], content.state[0])).encode())
     groups = [group["parameters"] for group in content.document["optimizer"].get("groups", ())]
     stepped = zlib.crc32(repr((content.document["optimizer"].get("class"), groups)).encode())
     extra = checksum(content.document["extra"], content.whole)
-    # Ranks with other tensors (gradients, states) would be at another place, and hear of it.
+    # The name of the collective differs on ranks with other tensors, which is an error.
     place = f"saving the tensors with the checksum {names:08x} and the optimizer with {stepped:08x}"
-    told = world.all_gather_object(extra, place)
-    other = next((rank for rank, theirs in enumerate(told) if theirs != told[0]), None)
-    if other is not None:
+    checksums = world.all_gather_object(extra, place)
+    different = next((rank for rank, theirs in enumerate(checksums) if theirs != checksums[0]), None)
+    if different is not None:
         raise ConfigError(
-            f"extra (or a schedule) of rank {other} differs from that of rank 0, but only one is "
+            f"extra (or a schedule) of rank {different} differs from that of rank 0, but only one is "
             "saved: pass the same on every rank, and pass values that differ as one list of all "
             "ranks' values (torch.distributed.all_gather_object)"
         )
@@ -110,7 +87,7 @@ def _save_settings(content: Content, folder: Path) -> None:
         save_settings(content.module, folder, content.root, None)
     except (OSError, WriteError):
         raise
-    except Exception as error:  # the library's own checks, of what the model carries
+    except Exception as error:  # the library's checks of the model's configuration
         logger.warning(
             "%s is saved without its full configuration, which %s fails to write: %s",
             folder.parent.name,
@@ -120,17 +97,15 @@ def _save_settings(content: Content, folder: Path) -> None:
 
 
 def _write(place: Path | str, content: Content, world: World) -> None:
-    with publishing(place, world, marker=MARKER) as publication:
+    with open_publication(place, world, marker=MARKER) as publication:
         folder = publication.directory / MODEL
-        known = write_tensors(publication, *content.model, world, folder=MODEL).digests
+        weights = write_tensors(publication, *content.model, world, folder=MODEL)
         if world.rank == 0:
             _save_settings(content, folder)
-        # The model before the state, and the document last: readers go by it.
         state = write_tensors(publication, *content.state, world, folder=STATE, stem=STATE)
-        # On all ranks; rank 0's is the one that is written, once the digests of all tensors are in it.
         publication.document.update(content.document, **{SAVED_AT: time.time_ns()})
-        publication.add_digests(known, MODEL)
+        publication.add_digests(weights.digests, MODEL)
         publication.add_digests(state.digests, STATE)
         if world.rank == 0:
-            # The seal is over all that the document has, so it comes last.
+            # Last, since the seal covers all entries.
             publication.document.update(sealed(publication.document))

@@ -1,9 +1,9 @@
-"""What a training checkpoint holds, out of a live model, its optimizer and its engine, as logical tensors.
+"""Collect the content of a training checkpoint from a live model and its optimizer.
 
 ``model/`` has parameters and persistent buffers under their state-dict names. ``state/`` has everything else:
-``master/NAME``, ``optimizer/KEY/NAME``, ``gradient/NAME``, ``random/GENERATOR`` (a row for each rank) and
-``extra...``, and what a run keeps for parameters beside, as ``KEY/NAME``. Numbers, settings and counters are
-in ``state.json``.
+``master/NAME``, ``optimizer/KEY/NAME``, ``gradient/NAME``, ``random/GENERATOR`` (a row for each rank),
+``extra...``, and further tensors of parameters as ``KEY/NAME``. Numbers, settings and counters are in
+``state.json``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import logging
 import random
-import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -35,13 +34,13 @@ from zerostart.geometry.layout import dimension_shard
 from zerostart.live.model import LiveModel
 from zerostart.live.training import LiveTraining, StateTensor
 from zerostart.recipe import spelling
-from zerostart.state.resuming.optimizer import LOCAL, local_states, optimizer_document
-from zerostart.state.resuming.values import encoded_whole
+from zerostart.state.resuming.optimizer import LOCAL, collect_local_states, describe_optimizer
+from zerostart.state.resuming.values import encode_checked
 from zerostart.state.saving.writing import Entry, Outgoing, plain
 
 logger = logging.getLogger("zerostart")
 
-#: The version of what is written here; a reader knows this one and those before.
+#: Version of the format; readers know it and all earlier ones.
 FORMAT = 1
 MARKER = STATE_MARKER
 MODEL, STATE = "model", "state"
@@ -49,7 +48,7 @@ MODEL, STATE = "model", "state"
 
 @dataclass(frozen=True)
 class Content:
-    """A checkpoint to be written: the tensors of both folders with this rank's shares, and the document."""
+    """A checkpoint to write: this rank's shares of both folders, and the document."""
 
     model: tuple[list[Entry], list[Outgoing]]
     state: tuple[list[Entry], list[Outgoing]]
@@ -57,40 +56,40 @@ class Content:
     #: Tensors of ``extra`` and of schedules, whole on every rank.
     whole: dict[str, torch.Tensor]
     module: nn.Module
-    #: Where the model was loaded from, empty for one that zerostart has not loaded.
+    #: Source directory of the model; empty for one that zerostart has not loaded.
     root: str
 
 
-def collected(
+def collect_content(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     extra: object,
     world: World,
     frozen: bool = True,
-    beside: Sequence[StateTensor] = (),
+    extra_tensors: Sequence[StateTensor] = (),
 ) -> Content:
-    """Everything that is saved, where it lies; ``frozen``: with parameters that are not trained.
+    """Collect everything to save, without copies; ``frozen`` includes frozen parameters.
 
-    ``beside`` are further tensors that are kept for parameters. Raises ConfigError for what has no place in a
-    checkpoint.
+    ``extra_tensors`` are further tensors of parameters. Raises ConfigError for unsupported values.
     """
     training = LiveTraining(model, optimizer, world)
-    # From here on steps are noticed, so that the next save knows whether gradients were used.
+    # Watch steps from now on, so that the next save knows whether gradients were used.
     watched = training.state.watch()
     check_restorable(training)
     _tell_of_gradients(training, watched, world)
     left_out = [] if frozen else [n for n, p in training.parameters.items() if not p.requires_grad]
-    kept = training.shards.keys() - left_out
-    shards = [replace(shard, name=name) for name, shard in training.shards.items() if name in kept]
-    # Buffers may differ between ranks (statistics of their batches): the first rank's are saved, as the
-    # model's own save has it.
+    shards = [replace(shard, name=name) for name, shard in training.shards.items() if name not in left_out]
+    # Buffers may differ between ranks (batch statistics): save the first rank's, as ``save`` does.
     shards += [first_rank_shard(name, buffer, world) for name, buffer in training.buffers.items()]
-    masters = [k for k in training.masters() if _is_copy(k, training)]
-    shares = [replace(k.shard, name=f"master/{k.name}") for k in masters]
+    shares = [
+        replace(k.shard, name=f"master/{k.name}")
+        for k in training.masters()
+        if k.shard.storage.dtype != training.shards[k.name].storage.dtype
+    ]
     shares += [replace(k.shard, name=f"optimizer/{k.key}/{k.name}") for k in training.moments()]
     shares += [replace(k.shard, name=f"gradient/{k.name}") for k in training.gradients()]
-    local, of_ranks = local_states(training, world)
-    shares += [*local, *(replace(k.shard, name=f"{k.key}/{k.name}") for k in beside)]
+    local, of_ranks = collect_local_states(training, world)
+    shares += [*local, *(replace(k.shard, name=f"{k.key}/{k.name}") for k in extra_tensors)]
     shares += _random(world)
     tensors: dict[str, torch.Tensor] = {}
     document: JsonObject = {
@@ -99,20 +98,21 @@ def collected(
         "torch": torch.__version__,
         "model": type(training.module).__name__,
         "ties": training.ties,
-        "beside": sorted({kept.key for kept in beside}),
+        "beside": sorted({tensor.key for tensor in extra_tensors}),
         "left_out": left_out,
-        "optimizer": optimizer_document(training),
+        "optimizer": describe_optimizer(training),
         "engine": _engine(training.state, tensors),
-        "extra": encoded_whole(extra, "extra", tensors),
+        "extra": encode_checked(extra, "extra", tensors),
     }
     if of_ranks:
         document["optimizer"][LOCAL] = of_ranks
-    document["around"] = encoded_whole(training.wrapper_buffers, "around", tensors)
+    document["around"] = encode_checked(training.wrapper_buffers, "around", tensors)
     of_modules: dict[str, torch.Tensor] = {}
-    document["modules"] = module_states(training.module, of_modules)
+    document["modules"] = encode_module_states(training.module, of_modules)
     shares += [first_rank_shard(name, tensor, world) for name, tensor in of_modules.items()]
     shares += [whole_shard(name, tensor, world) for name, tensor in tensors.items()]
-    return Content(_entries(shards), _entries(shares), document, tensors, training.module, _root(training))
+    root = training.record.catalog.root if training.record is not None else ""
+    return Content(_entries(shards), _entries(shares), document, tensors, training.module, root)
 
 
 def _tell_of_gradients(training: LiveTraining, watched: bool, world: World) -> None:
@@ -127,27 +127,19 @@ def _tell_of_gradients(training: LiveTraining, watched: bool, world: World) -> N
 
 
 def check_restorable(live: LiveModel) -> None:
-    """Raise ConfigError for a tensor of the model that could be saved, and not be written to again."""
+    """Raise ConfigError for a tensor that could be saved but not restored."""
     for name, tensor in [*live.parameters.items(), *live.buffers.items()]:
         if not isinstance(tensor, DTensor):
             check_own_memory(name, tensor)
 
 
-def module_states(module: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, object]:
-    """What modules keep beside tensors (``get_extra_state``), by their names, as ``encoded_whole`` has it."""
+def encode_module_states(module: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, object]:
+    """Return the encoded extra state (``get_extra_state``) of modules by name."""
     return {
-        plain_name(name): encoded_whole(inner.get_extra_state(), f"modules.{plain_name(name)}", tensors)
+        plain_name(name): encode_checked(inner.get_extra_state(), f"modules.{plain_name(name)}", tensors)
         for name, inner in module.named_modules()
         if type(inner).get_extra_state is not nn.Module.get_extra_state
     }
-
-
-def _root(live: LiveModel) -> str:
-    return live.record.catalog.root if live.record is not None else ""
-
-
-def _is_copy(kept: StateTensor, training: LiveTraining) -> bool:
-    return kept.shard.storage.dtype != training.shards[kept.name].storage.dtype
 
 
 def _entries(shards: Sequence[Shard]) -> tuple[list[Entry], list[Outgoing]]:
@@ -156,31 +148,31 @@ def _entries(shards: Sequence[Shard]) -> tuple[list[Entry], list[Outgoing]]:
 
 
 def _random(world: World) -> Iterator[Shard]:
-    for name, row in random_rows().items():
+    for name, row in get_random_rows().items():
         shape = (world.size, row.numel())
         at = functools.partial(dimension_shard, shape, 0, world_size=world.size)
         yield Shard(f"random/{name}", at(world.rank), row, at)
 
 
 def _engine(state: TrainingState, tensors: dict[str, torch.Tensor]) -> dict[str, object]:
-    found = state.counters()
+    engine = state.counters()
     for key, component in state.components().items():
-        found[key] = encoded_whole(component.state_dict(), key, tensors)
-    return found
+        engine[key] = encode_checked(component.state_dict(), key, tensors)
+    return engine
 
 
-# The random states of a rank as rows of integers: of Python, NumPy, torch, and torch's device.
+# Random states of Python, NumPy, torch and torch's device as rows of integers.
 
 
-def random_rows() -> dict[str, torch.Tensor]:
-    """This rank's state of each generator, as a 1-D CPU tensor whose length is the same on every rank."""
+def get_random_rows() -> dict[str, torch.Tensor]:
+    """Return the state of each generator as a 1-D CPU tensor of fixed length."""
     version, words, gauss = random.getstate()
-    # As integers alone, so that the states of all ranks are the rows of one tensor: the cached normal number
-    # goes as its bits, with a 1 before it where there is one.
-    found = {"python": [version, *words, *_optional(gauss)]}
+    # Integers, so that the states of all ranks are rows of one tensor: the cached normal number is written as
+    # its bits, after a 1 if there is one.
+    states = {"python": [version, *words, int(gauss is not None), _bits(gauss or 0.0)]}
     _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    found["numpy"] = [*map(int, keys), int(position), int(has_gauss), _bits(float(cached))]
-    rows = {name: torch.tensor(row, dtype=torch.int64, device="cpu") for name, row in found.items()}
+    states["numpy"] = [*map(int, keys), int(position), int(has_gauss), _bits(float(cached))]
+    rows = {name: torch.tensor(row, dtype=torch.int64, device="cpu") for name, row in states.items()}
     rows["torch"] = torch.get_rng_state()
     device = default_device()
     if device.type != "cpu":
@@ -189,7 +181,7 @@ def random_rows() -> dict[str, torch.Tensor]:
 
 
 def set_random_rows(rows: dict[str, torch.Tensor]) -> None:
-    """Put back what ``random_rows`` gave; a device's is left out where there is none of its kind."""
+    """Restore the generators from ``get_random_rows``; skip the device's without such a device."""
     version, *words, has_gauss, bits = rows["python"].tolist()
     random.setstate((version, tuple(words), _value(bits) if has_gauss else None))
     *keys, position, has_gauss, bits = rows["numpy"].tolist()
@@ -200,15 +192,9 @@ def set_random_rows(rows: dict[str, torch.Tensor]) -> None:
         torch.get_device_module(device).set_rng_state(rows["device"], device)
 
 
-def _optional(value: float | None) -> tuple[int, int]:
-    return (0, 0) if value is None else (1, _bits(value))
-
-
 def _bits(value: float) -> int:
-    bits: int = struct.unpack("<q", struct.pack("<d", value))[0]
-    return bits
+    return int(np.float64(value).view(np.int64))
 
 
 def _value(bits: int) -> float:
-    value: float = struct.unpack("<d", struct.pack("<q", bits))[0]
-    return value
+    return float(np.int64(bits).view(np.float64))

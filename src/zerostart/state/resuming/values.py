@@ -1,4 +1,4 @@
-"""Write what a training state holds besides tensors as JSON, and read it back as it was.
+"""Encode the values of a training state as JSON, and decode them.
 
 Values are None, booleans, numbers, strings, bytes, tensors, and lists, tuples, dictionaries and counters of
 these. Nothing is pickled.
@@ -19,26 +19,26 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from zerostart.checkpoint.strict_json import MAX_JSON_BYTES
-from zerostart.errors import CheckpointError, ConfigError
+from zerostart.errors import ConfigError
 from zerostart.recipe import spelling, torch_dtype
 
-#: Keys of the forms that JSON does not have; a dict with one of these keys is written as a list of its items.
+#: Keys that mark values which JSON lacks; a dict with such a key is written as a list of its items.
 _TENSOR, _SCALAR, _TUPLE, _FLOAT = "$tensor", "$scalar", "$tuple", "$float"
-_ITEMS, _COUNTER, _BYTES, _TYPE = "$items", "$counter", "$bytes", "$type"
-_MARKS = (_TENSOR, _SCALAR, _TUPLE, _FLOAT, _ITEMS, _COUNTER, _BYTES, _TYPE)
-#: Maximum size of one value in the document, in bytes.
+_ITEMS, _COUNTER, _BYTES = "$items", "$counter", "$bytes"
+_MARKS = (_TENSOR, _SCALAR, _TUPLE, _FLOAT, _ITEMS, _COUNTER, _BYTES)
+#: Maximum size of one encoded value, in bytes.
 _MAX_VALUE_BYTES = MAX_JSON_BYTES // 4
-_REMEDY = "pass what describes it, such as its state_dict(), and build it again of that"
+_REMEDY = "pass its state, such as state_dict(), and rebuild it from that"
 
 
-def encoded_whole(value: object, where: str, tensors: dict[str, torch.Tensor]) -> object:
-    """Encode a value of any size and depth, and check that it can be read again.
+def encode_checked(value: object, where: str, tensors: dict[str, torch.Tensor]) -> object:
+    """Encode a value, and check that the document can hold it.
 
-    Raises ConfigError for what a document in JSON could not have, or not give back.
+    Raises ConfigError for a value that JSON cannot hold or return.
     """
     try:
-        found = encoded(value, where, tensors)
-        text = json.dumps({where: found}, ensure_ascii=False).encode()
+        data = encode(value, where, tensors)
+        text = json.dumps({where: data}, ensure_ascii=False).encode()
         json.loads(text)
     except RecursionError:
         raise ConfigError(f"{where} is nested too deeply, or contains itself: {_REMEDY}") from None
@@ -51,26 +51,26 @@ def encoded_whole(value: object, where: str, tensors: dict[str, torch.Tensor]) -
             f"{where} has {len(text)} bytes as JSON, but at most {_MAX_VALUE_BYTES} are saved: put it "
             "into tensors"
         )
-    return found
+    return data
 
 
 def checksum(written: Any, tensors: Mapping[str, torch.Tensor]) -> int:
-    """Return a number that is the same on ranks that have written the same with the same ``tensors``."""
-    found = zlib.crc32(json.dumps(written, sort_keys=True).encode())
+    """Return a checksum of an encoded value and its ``tensors``."""
+    crc = zlib.crc32(json.dumps(written, sort_keys=True).encode())
     for name, tensor in tensors.items():
         whole = tensor.cpu().contiguous().reshape(-1)
         bits = torch.view_as_real(whole) if whole.is_complex() else whole
-        found = zlib.crc32(bits.view(torch.uint8).numpy().data, zlib.crc32(name.encode(), found))
-    return found
+        crc = zlib.crc32(bits.view(torch.uint8).numpy().data, zlib.crc32(name.encode(), crc))
+    return crc
 
 
-def encoded(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> object:
-    """Return ``value`` as JSON; its tensors of one dimension or more are put into ``tensors``.
+def encode(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> object:
+    """Return ``value`` as JSON, and put its tensors into ``tensors``.
 
-    NumPy's numbers and those of enumerations become Python's. Raises ConfigError, naming the place, for
-    values of other types.
+    Tensors without dimensions become numbers. Numbers of NumPy and of enumerations become Python's. Raises
+    ConfigError, which names the place, for values of other types.
     """
-    if isinstance(value, np.generic):  # before Python's numbers, from which some derive
+    if isinstance(value, np.generic):  # first, since some derive from Python's numbers
         value = value.item()
     if value is None or isinstance(value, (bool, str)):
         return value
@@ -83,14 +83,14 @@ def encoded(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> object:
     if isinstance(value, torch.Tensor):
         return _tensor(value, where, tensors)
     if type(value) is tuple:
-        return {_TUPLE: [encoded(v, f"{where}.{i}", tensors) for i, v in enumerate(value)]}
+        return {_TUPLE: [encode(v, f"{where}.{i}", tensors) for i, v in enumerate(value)]}
     if isinstance(value, list):
-        return [encoded(v, f"{where}.{i}", tensors) for i, v in enumerate(value)]
+        return [encode(v, f"{where}.{i}", tensors) for i, v in enumerate(value)]
     if isinstance(value, Mapping) and all(_is_key(key) for key in value):
-        items = [(encoded(k, where, {}), encoded(v, f"{where}.{k}", tensors)) for k, v in value.items()]
+        items = [(encode(k, where, {}), encode(v, f"{where}.{k}", tensors)) for k, v in value.items()]
         if isinstance(value, Counter):
             return {_COUNTER: items}
-        # A dict whose keys JSON has not, or that looks like one of our forms, is written as pairs.
+        # Write pairs if JSON cannot hold the keys, or if a key is a mark.
         plain = all(isinstance(key, str) and key not in _MARKS for key in value)
         return dict(items) if plain else {_ITEMS: items}
     raise ConfigError(
@@ -111,45 +111,40 @@ def _tensor(value: torch.Tensor, where: str, tensors: dict[str, torch.Tensor]) -
             f"{where} is a {type(value).__name__}, but not a dense tensor of this rank (it is "
             "sharded, sparse, nested, quantised, or on the meta device): pass a plain one"
         )
-    held = value.detach().resolve_conj().resolve_neg()
-    kind = spelling(held.dtype, where)
-    # Thousands of ``step`` tensors would be as many entries in the files.
-    if held.dim() == 0 and not held.is_complex():
-        return {_SCALAR: encoded(held.item(), where, tensors), "dtype": kind}
+    tensor = value.detach().resolve_conj().resolve_neg()
+    kind = spelling(tensor.dtype, where)
+    # Thousands of ``step`` tensors would become entries of the files.
+    if tensor.dim() == 0 and not tensor.is_complex():
+        return {_SCALAR: encode(tensor.item(), where, tensors), "dtype": kind}
     while where in tensors:
-        where += "'"  # Two places may have one name, where keys have dots.
-    tensors[where] = held
+        where += "'"  # keys with dots may give two places one name
+    tensors[where] = tensor
     return {_TENSOR: where}
 
 
-def decoded(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Return what ``encoded`` was given; raises KeyError for a tensor that is not in ``tensors``."""
+def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """Decode the result of ``encode``. Raises KeyError for a missing tensor."""
     if isinstance(value, list):
-        return [decoded(v, tensors) for v in value]
+        return [decode(v, tensors) for v in value]
     if not isinstance(value, dict):
         return value
     if _TENSOR in value:
         return tensors[value[_TENSOR]]
     if _SCALAR in value:
         dtype = dtype_of(value["dtype"])
-        return torch.tensor(decoded(value[_SCALAR], tensors), dtype=dtype, device="cpu")
+        return torch.tensor(decode(value[_SCALAR], tensors), dtype=dtype, device="cpu")
     if _TUPLE in value:
-        return tuple(decoded(v, tensors) for v in value[_TUPLE])
+        return tuple(decode(v, tensors) for v in value[_TUPLE])
     if _FLOAT in value:
         return float(value[_FLOAT])
     if _BYTES in value:
         return base64.b64decode(value[_BYTES])
     if _COUNTER in value:
-        return Counter({decoded(k, {}): decoded(v, tensors) for k, v in value[_COUNTER]})
-    if _TYPE in value:
-        raise CheckpointError(
-            f"the state has a {value[_TYPE]}, which this version does not read: load it with the version "
-            "that saved it, and save it again without"
-        )
+        return Counter({decode(k, {}): decode(v, tensors) for k, v in value[_COUNTER]})
     items = value[_ITEMS] if _ITEMS in value else value.items()
-    return {decoded(k, {}): decoded(v, tensors) for k, v in items}
+    return {decode(k, {}): decode(v, tensors) for k, v in items}
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Return the dtype that safetensors spells so."""
+    """Return the dtype with the given name in safetensors."""
     return torch_dtype(name, name)

@@ -19,7 +19,7 @@ ADAPTER_FORMATS = ("peft", "diffusers", "diffsynth")
 _LORA_WEIGHTS, _COMPONENT, _METADATA = "pytorch_lora_weights", "transformer.", "lora_adapter_metadata"
 
 
-def adapter_format(
+def find_adapter_format(
     kind: str, model: nn.Module, *, key: str = "adapter_format", stem: str = _LORA_WEIGHTS, prefix: str = ""
 ) -> AdapterFormat:
     """Return the format ``kind`` of ``ADAPTER_FORMATS`` for adapters of ``model``, which nothing wraps.
@@ -30,26 +30,26 @@ def adapter_format(
     if kind not in ADAPTER_FORMATS:
         raise ConfigError(f"{key} {kind!r} is unknown: it is one of {', '.join(ADAPTER_FORMATS)}")
     if kind == "peft":
-        return replace(PEFT_FORMAT, renamed=without(prefix, lambda name: name))
-    component = without(prefix, lambda name: _COMPONENT + name)
+        return replace(PEFT_FORMAT, renamed=drop_prefix(prefix, lambda name: name))
+    component = drop_prefix(prefix, lambda name: _COMPONENT + name)
     if kind != "diffsynth":
         described = functools.partial(_described, component)
         return AdapterFormat(_LORA_WEIGHTS, component, False, described, configured=False)
-    names = names_for(model)
+    names = find_known_names(model)
     # DiffSynth's loader fuses the factors of diffusers' single modules itself.
     if names is None or not names.fused:
-        of = diffsynth_names(model, key)
-        component = without(prefix, lambda name: PREFIX + _with_adapter(of(name)))
+        of = find_diffsynth_names(model, key)
+        component = drop_prefix(prefix, lambda name: PREFIX + _with_adapter(of(name)))
     # DiffSynth reads no alpha: the scale is multiplied into the factors.
     return AdapterFormat(stem, component, False, configured=False, folded=True)
 
 
-def diffsynth_names(model: nn.Module, key: str) -> Callable[[str], str]:
-    """From names of tensors of ``model`` to DiffSynth's; ``key`` is what asks for the format.
+def find_diffsynth_names(model: nn.Module, key: str) -> Callable[[str], str]:
+    """Return the function from names of tensors of ``model`` to DiffSynth's names.
 
-    Raises ConfigError for a model whose modules are others there.
+    Raises ConfigError, which names the option ``key``, for a model with other modules in DiffSynth.
     """
-    names = names_for(model)
+    names = find_known_names(model)
     if names is None or names.fused:
         raise ConfigError(
             f"{key} diffsynth: DiffSynth has no {type(model).__name__} with the same "
@@ -58,8 +58,8 @@ def diffsynth_names(model: nn.Module, key: str) -> Callable[[str], str]:
     return names.of
 
 
-def without(prefix: str, named: Callable[[str], str]) -> Callable[[str], str]:
-    """``named``, without ``prefix`` before what it gives."""
+def drop_prefix(prefix: str, named: Callable[[str], str]) -> Callable[[str], str]:
+    """Return ``named`` with ``prefix`` removed from its results."""
     return lambda name: named(name).removeprefix(prefix)
 
 
@@ -68,9 +68,9 @@ def _with_adapter(name: str) -> str:
 
 
 def _described(named: Callable[[str], str], config: Any) -> dict[str, str]:
-    """PEFT's configuration as diffusers writes it into the header of a LoRA file."""
+    """Return PEFT's configuration in the form of a diffusers LoRA header."""
     values = {
-        # Lists of modules are sets in PEFT, which JSON has not; sorted, so that equal runs give equal files.
+        # PEFT's sets of modules are sorted lists in JSON, so that equal runs write equal files.
         named(key): sorted(value) if isinstance(value, set) else value
         for key, value in config.to_dict().items()
     }
@@ -83,11 +83,10 @@ PREFIX = "pipe.dit."
 
 @dataclass(frozen=True)
 class DiffSynthNames:
-    """Names of one kind of model: ``rules`` of regular expressions and replacements, applied in turn.
+    """DiffSynth's names of one kind of model: regular expressions with replacements, applied in turn.
 
-    ``fused``: some of its modules are one module there, so that ``rules`` give the name of a whole for each
-    of its parts; that is enough to recognise targets, and nothing to write files with. ``targets`` are those
-    that its LoRA scripts give.
+    ``fused``: DiffSynth fuses some modules, so that ``rules`` map several modules to one. That suffices to
+    recognise targets, but not to write files. ``targets`` are those of DiffSynth's LoRA scripts.
     """
 
     targets: str
@@ -95,16 +94,16 @@ class DiffSynthNames:
     fused: bool = False
 
     def of(self, name: str) -> str:
-        """The name there of a module, a parameter or a tensor of an adapter."""
-        # In turn, each on what the last has made: so names can be exchanged by way of a third one.
+        """Return DiffSynth's name of a module, a parameter or a tensor of an adapter."""
+        # Each rule sees the result of the rules before it, so that two names can be swapped.
         for pattern, replacement in self.rules:
             name = re.sub(pattern, replacement, name)
         return name
 
 
-def _feed_forward(module: str, there: str) -> tuple[tuple[str, str], ...]:
-    """The two linear layers of diffusers' ``FeedForward``, which are entries of a sequence there."""
-    return (rf"^{module}\.net\.0\.proj\b", rf"{there}.0"), (rf"^{module}\.net\.2\b", rf"{there}.2")
+def _feed_forward(module: str, sequence: str) -> tuple[tuple[str, str], ...]:
+    """Map the two linear layers of diffusers' ``FeedForward`` to entries of a sequence."""
+    return (rf"^{module}\.net\.0\.proj\b", rf"{sequence}.0"), (rf"^{module}\.net\.2\b", rf"{sequence}.2")
 
 
 _WAN = (
@@ -121,7 +120,7 @@ _WAN = (
     (r"^scale_shift_table$", "head.modulation"),
     (r"^proj_out\b", "head.head"),
     (r"^(blocks\.\d+)\.scale_shift_table$", r"\1.modulation"),
-    # norm2 and norm3 change places: the one goes by way of a name that neither has.
+    # Swap norm2 and norm3 through a third name.
     (r"^(blocks\.\d+)\.norm2\b", r"\1.norm_crossed"),
     (r"^(blocks\.\d+)\.norm3\b", r"\1.norm2"),
     (r"^(blocks\.\d+)\.norm_crossed\b", r"\1.norm3"),
@@ -151,9 +150,9 @@ _FLUX = (
 _FLUX2 = (
     "to_q,to_k,to_v,add_q_proj,add_k_proj,add_v_proj,to_qkv_mlp_proj,to_out.0,to_add_out,linear_in,linear_out"
 )
-#: By classes of diffusers, with the targets of the scripts in DiffSynth's ``examples/*/model_training/lora``.
-#: The FLUX.2 scripts name the last projection of each single block by its number, which is that of the model.
-_KNOWN = {
+#: Names by diffusers' classes, with the targets of DiffSynth's ``examples/*/model_training/lora``.
+#: The FLUX.2 scripts name the last projection of each single block by the block's number.
+_NAMES_BY_CLASS = {
     "WanTransformer3DModel": DiffSynthNames("q,k,v,o,ffn.0,ffn.2", _WAN),
     "QwenImageTransformer2DModel": DiffSynthNames(
         "to_q,to_k,to_v,add_q_proj,add_k_proj,add_v_proj,to_out.0,to_add_out,img_mlp.net.2,img_mod.1,"
@@ -170,7 +169,7 @@ _KNOWN = {
 }
 
 
-def names_for(model: nn.Module) -> DiffSynthNames | None:
-    """The names of the kind of ``model``; None for one that DiffSynth does not have, or has otherwise."""
-    kinds = [kind.__name__ for kind in type(model).__mro__]  # FSDP2 gives modules a class of their own
-    return next((_KNOWN[kind] for kind in kinds if kind in _KNOWN), None)
+def find_known_names(model: nn.Module) -> DiffSynthNames | None:
+    """Return DiffSynth's names for ``model``, or None for an unknown model."""
+    kinds = [kind.__name__ for kind in type(model).__mro__]  # FSDP2 subclasses the module's class
+    return next((_NAMES_BY_CLASS[kind] for kind in kinds if kind in _NAMES_BY_CLASS), None)

@@ -1,9 +1,8 @@
-"""Save PEFT's adapters in their own files, or merge them into the weights shard by shard."""
+"""Save PEFT's adapters as files, or merge them into shards."""
 
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -24,14 +23,6 @@ from zerostart.state.saving.contents import Contents
 from zerostart.state.saving.writing import plain
 
 
-def _as_it_is(name: str) -> str:
-    return name
-
-
-def _nothing_said(config: object) -> dict[str, str] | None:
-    return None
-
-
 @dataclass(frozen=True)
 class AdapterFormat:
     """The format of an adapter's file; by default PEFT's."""
@@ -39,21 +30,23 @@ class AdapterFormat:
     #: Name of the file without its suffix.
     stem: str = "adapter_model"
     #: Renames tensors from PEFT's names (``blocks.0.to_q.lora_A.weight``).
-    renamed: Callable[[str], str] = _as_it_is
-    #: Whether names keep PEFT's ``base_model.model.``.
+    renamed: Callable[[str], str] = str
+    #: True if names keep PEFT's ``base_model.model.``.
     prefixed: bool = True
     #: Returns the metadata of the file from PEFT's configuration.
-    metadata: Callable[[Any], dict[str, str] | None] = _nothing_said
-    #: Whether PEFT's configuration is written next to the file.
+    metadata: Callable[[Any], dict[str, str] | None] = lambda config: None
+    #: True if PEFT's configuration is written next to the file.
     configured: bool = True
-    #: Whether the scale is multiplied into the second factor, since the file does not say it.
+    #: True if the second factor includes the scale, which the file does not record.
     folded: bool = False
 
 
-#: What PEFT's ``save_pretrained`` writes.
+#: The format of PEFT's ``save_pretrained``.
 PEFT_FORMAT = AdapterFormat()
-#: What names have before them in PEFT's files, and in a ``PeftModel``.
+#: Prefix of names in PEFT's files and in a ``PeftModel``.
 PEFT_PREFIX = "base_model.model."
+#: PEFT's classes: layers with adapters, which hold their base layers, and modules of ``modules_to_save``.
+_LAYER, _REPLACEMENT = "BaseTunerLayer", "ModulesToSaveWrapper"
 
 
 @dataclass(frozen=True)
@@ -63,12 +56,14 @@ class Adapted:
     model: Any
     prefix: str
 
-    def adapter_names(self) -> list[str]:
-        return list(self.model.peft_config)
+    @property
+    def peft_config(self) -> dict[str, Any]:
+        """PEFT's configurations by the adapters' names."""
+        return dict(self.model.peft_config)
 
     def save_config(self, adapter: str, directory: Path) -> None:
         base: Any = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
-        config = copy.deepcopy(self.model.peft_config[adapter])
+        config = copy.deepcopy(self.peft_config[adapter])
         if config.base_model_name_or_path is None:
             config.base_model_name_or_path = base.__dict__.get("name_or_path") or None
         config.inference_mode = True
@@ -81,9 +76,10 @@ class Adapted:
         config.save_pretrained(directory, auto_mapping_dict=mapping)
 
 
-def adapted_model(model: nn.Module, within: bool = False) -> Adapted | None:
-    """Find the model with adapters: ``model``, one that it wraps, or with ``within`` a submodule.
+def find_adapted_model(model: nn.Module, within: bool = False) -> Adapted | None:
+    """Find the model with adapters: ``model`` or one that it wraps.
 
+    With ``within`` it may also be a submodule.
     Raises ConfigError if several submodules have adapters.
     """
     inner: nn.Module | None = model
@@ -91,17 +87,17 @@ def adapted_model(model: nn.Module, within: bool = False) -> Adapted | None:
         if _is_adapted(inner):
             return _adapted(inner)
         inner = inner_module(inner)
-    found = _outermost(model) if within else {}
-    if len(found) > 1:
+    outermost = _outermost(model) if within else {}
+    if len(outermost) > 1:
         raise ConfigError(
-            f"several models in this {type(model).__name__} have adapters ({', '.join(sorted(found))}): "
+            f"several models in this {type(model).__name__} have adapters ({', '.join(sorted(outermost))}): "
             "save each of them by itself"
         )
-    return next(map(_adapted, found.values()), None)
+    return next(map(_adapted, outermost.values()), None)
 
 
 def _is_adapted(model: nn.Module) -> bool:
-    # DeepSpeed's engine, and what torch.compile makes, have every attribute of what is inside.
+    # DeepSpeed's engine and torch.compile's modules forward attributes of the inner model.
     own = "peft_config" in vars(model) or hasattr(type(model), "peft_config")
     return own and bool(model.peft_config)
 
@@ -115,33 +111,20 @@ def _outermost(model: nn.Module, name: str = "") -> dict[str, nn.Module]:
     if _is_adapted(model):
         return {name: model}
     below = (_outermost(part, f"{name}.{own}".lstrip(".")) for own, part in model.named_children())
-    return {found: part for parts in below for found, part in parts.items()}
+    return {name: part for parts in below for name, part in parts.items()}
 
 
 def has_adapters(model: nn.Module) -> bool:
     """Return whether PEFT wraps any module of ``model``."""
-    return any(True for _ in _layers(model)) or any(True for _ in _replacing(model))
+    return any(any(_instances(model, kind)) for kind in (_LAYER, _REPLACEMENT))
 
 
-def _layers(model: nn.Module) -> Iterator[tuple[str, object]]:
-    """Yield the layers with adapters, which hold their base layers."""
-    if "peft" not in sys.modules:
-        return
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
+def _instances(model: nn.Module, kind: str) -> Iterator[tuple[str, Any]]:
+    """Yield the modules of PEFT's class ``kind``, without importing PEFT."""
     for name, module in model.named_modules():
-        if isinstance(module, BaseTunerLayer):
-            yield name, module
-
-
-def _replacing(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the modules of ``modules_to_save``, which hold the originals."""
-    if "peft" not in sys.modules:
-        return
-    from peft.utils import ModulesToSaveWrapper
-
-    for name, module in model.named_modules():
-        if isinstance(module, ModulesToSaveWrapper):
+        if any(
+            base.__name__ == kind and base.__module__.startswith("peft.") for base in type(module).__mro__
+        ):
             yield name, module
 
 
@@ -159,13 +142,13 @@ class AdapterFile:
         return "." if self.name == "default" else self.name
 
 
-def adapter_files(
+def list_adapter_files(
     adapted: Adapted,
     shards: Mapping[int, Shard],
     dtype: torch.dtype | None,
     written_as: AdapterFormat,
 ) -> list[AdapterFile]:
-    """Return the files of all adapters; ``shards`` are those of the model's tensors by their ``id``.
+    """Return the files of all adapters; ``shards`` maps ids of tensors to shards.
 
     Raises ConfigError for an adapter whose file has computed tensors, and for a scale without an entry.
     """
@@ -173,9 +156,9 @@ def adapter_files(
         AdapterFile(
             adapter,
             _contents(adapted, adapter, shards, dtype, written_as),
-            written_as.metadata(adapted.model.peft_config[adapter]),
+            written_as.metadata(adapted.peft_config[adapter]),
         )
-        for adapter in adapted.adapter_names()
+        for adapter in adapted.peft_config
     ]
 
 
@@ -188,8 +171,8 @@ def _contents(
 ) -> Contents:
     from peft.utils import get_peft_model_state_dict
 
-    # PEFT chooses and names the tensors of its file itself. It is handed tensors on the meta device of the
-    # full shapes; which shard each of them stands for is known by its identity.
+    # PEFT chooses and names the tensors of its file. It gets full-size tensors on the meta device, whose
+    # identities find their shards.
     twins: dict[str, torch.Tensor] = {}
     by_twin: dict[int, Shard] = {}
     for name, tensor in adapted.model.state_dict(keep_vars=True).items():
@@ -199,8 +182,8 @@ def _contents(
             twins[name] = torch.empty(layout.shape, dtype=shard.storage.dtype, device="meta")
             by_twin[id(twins[name])] = shard
     chosen = get_peft_model_state_dict(adapted.model, state_dict=twins, adapter_name=adapter)
-    config = adapted.model.peft_config[adapter]
-    held: dict[str, Shard] = {}
+    config = adapted.peft_config[adapter]
+    chosen_shards: dict[str, Shard] = {}
     for name, twin in chosen.items():
         shard = by_twin.get(id(twin))
         if shard is None and config.is_prompt_learning:
@@ -208,14 +191,14 @@ def _contents(
             shard = whole_shard(name, twin, current_world())
         if shard is None:
             raise ConfigError(
-                f"the adapter {adapter!r} ({config.peft_type}) computes {name} when it is saved, which no "
-                "rank's shard holds; use PEFT's save_pretrained on the gathered model"
+                f"the adapter {adapter!r} ({config.peft_type}) computes {name} when it is saved, and no "
+                "rank holds that; use PEFT's save_pretrained on the gathered model"
             )
-        held[adapted.prefix + name] = shard
+        chosen_shards[adapted.prefix + name] = shard
     contents = Contents()
-    # Only the second factor is multiplied, else the product would have the factor twice.
+    # Scale only one factor of the product.
     times = _scaling(config, adapter) if written_as.folded else 1.0
-    for name, shard in held.items():
+    for name, shard in chosen_shards.items():
         if written_as.folded and not name.endswith((".lora_A.weight", ".lora_B.weight")):
             raise ConfigError(
                 f"the adapter {adapter!r} has {name}, which is no factor of a LoRA, and this format has no "
@@ -223,11 +206,11 @@ def _contents(
             )
         stored = written_as.renamed(name if written_as.prefixed else name.removeprefix(PEFT_PREFIX))
         floating = dtype is not None and shard.storage.dtype.is_floating_point
-        kept = dtype if floating and dtype is not None else shard.storage.dtype
-        contents.entries.append((stored, spelling(kept), shard.layout.shape))
-        outgoing = plain(stored, shard, kept)
+        stored_dtype = dtype if floating and dtype is not None else shard.storage.dtype
+        contents.entries.append((stored, spelling(stored_dtype), shard.layout.shape))
+        outgoing = plain(stored, shard, stored_dtype)
         if times != 1.0 and ".lora_B." in name:
-            outgoing = replace(outgoing, change=_Times(times))
+            outgoing = replace(outgoing, change=lambda _, data: (data.float() * times).to(data.dtype))
         contents.outgoing.append(outgoing)
     return contents
 
@@ -243,36 +226,27 @@ def _scaling(config: Any, adapter: str) -> float:
     return float(config.lora_alpha) / float(config.r)
 
 
-@dataclass(frozen=True)
-class _Times:
-    by: float
-
-    def __call__(self, first: int, data: torch.Tensor) -> torch.Tensor:
-        return (data.float() * self.by).to(data.dtype)
-
-
-def merged(model: nn.Module, tensors: Sequence[LogicalTensor]) -> list[LogicalTensor]:
+def merge_into_weights(model: nn.Module, tensors: Sequence[LogicalTensor]) -> list[LogicalTensor]:
     """Return ``tensors`` with all adapters merged, as by ``merge_and_unload``; collective.
 
     The factors are whole on every rank; their product is computed for the rows that are being written. Raises
     ConfigError for adapters that are not LoRA's.
     """
     by_name = {item.current_name: item for item in tensors}
-    inside: set[str] = set()
+    adapter_tensors: set[str] = set()
     changed: dict[str, LogicalTensor] = {}
-    for name, layer in _layers(model):
+    for name, layer in _instances(model, _LAYER):
         own = f"{name}."
-        # What belongs to the adapter is not saved: its effect goes into the base layer's weight.
-        inside |= {n for n in by_name if n.startswith(own) and not n.startswith(f"{own}base_layer.")}
-        # Collective: each delta gathers its factors. Ranks have the same layers and adapters, so they gather
-        # in one order.
+        # Tensors of the adapter are not saved: they are merged into the base layer's weight.
+        adapter_tensors |= {n for n in by_name if n.startswith(own) and not n.startswith(f"{own}base_layer.")}
+        # Each delta gathers its factors: ranks have the same layers and adapters in the same order.
         deltas = [_delta(name, layer, adapter, by_name) for adapter in _unmerged(layer)]
         item = by_name.get(f"{name}.base_layer.weight")
         if deltas and item is None:
             raise ConfigError(f"{name}: an adapter of this kind cannot be merged; use adapters_only=True")
         if item is not None and deltas:
             changed[item.current_name] = replace(item, change=_Merge(tuple(deltas), item.shard.layout))
-    for name, module in _replacing(model):
+    for name, module in _instances(model, _REPLACEMENT):
         if len(module.active_adapters) != 1:
             raise ConfigError(f"{name} has {module.active_adapters} active; activate one to merge")
         trained = f"{name}.modules_to_save.{module.active_adapters[0]}."
@@ -280,8 +254,8 @@ def merged(model: nn.Module, tensors: Sequence[LogicalTensor]) -> list[LogicalTe
             if current.startswith(trained):
                 changed[current] = replace(item, name=f"{name}.{current.removeprefix(trained)}")
             elif current.startswith(f"{name}."):
-                inside.add(current)
-    return [changed.get(t.current_name, t) for t in tensors if t.current_name not in inside]
+                adapter_tensors.add(current)
+    return [changed.get(t.current_name, t) for t in tensors if t.current_name not in adapter_tensors]
 
 
 def _unmerged(layer: Any) -> list[str]:
@@ -290,7 +264,7 @@ def _unmerged(layer: Any) -> list[str]:
 
 
 def _factors(layer: object, adapter: str) -> tuple[str, str] | None:
-    """Return the names of the factors A and B in a layer; None for an adapter without any."""
+    """Return the names of a layer's factors A and B, or None."""
     if adapter in getattr(layer, "lora_A", {}):
         return f"lora_A.{adapter}.weight", f"lora_B.{adapter}.weight"
     if adapter in getattr(layer, "lora_embedding_A", {}):
@@ -316,27 +290,27 @@ class _Delta:
     def rows(self, first: int, stop: int) -> torch.Tensor:
         """Return rows ``first`` to ``stop``, as PEFT computes them."""
         if self.turned:
-            made = (self.b @ self.a[:, first:stop]).T * self.scaling
+            product = (self.b @ self.a[:, first:stop]).T * self.scaling
         else:
-            made = (self.b[first:stop] @ self.a) * self.scaling
-        return made.to(self.dtype)
+            product = (self.b[first:stop] @ self.a) * self.scaling
+        return product.to(self.dtype)
 
 
 def _delta(name: str, layer: Any, adapter: str, tensors: Mapping[str, LogicalTensor]) -> _Delta:
     variant = adapter in getattr(layer, "lora_variant", {}) or layer.lora_bias.get(adapter, False)
-    given = _factors(layer, adapter)
-    factors = [tensors.get(f"{name}.{factor}") for factor in given or ()]
+    factor_names = _factors(layer, adapter)
+    factors = [tensors.get(f"{name}.{factor}") for factor in factor_names or ()]
     if variant or len(factors) != 2 or any(f is None or len(f.shard.layout.shape) != 2 for f in factors):
         raise ConfigError(
             f"{name}: the adapter {adapter!r} (DoRA, a bias, or a convolution) cannot be merged shard by "
             "shard; use adapters_only=True"
         )
     a, b = (_whole(factor) for factor in factors if factor is not None)
-    embedding = "embedding" in (given or ("",))[0]
+    embedding = "embedding" in (factor_names or ("",))[0]
     turned = bool(getattr(layer, "fan_in_fan_out", False)) or embedding
-    # Of an embedding PEFT casts the product before it adds it.
+    # PEFT casts the product for an embedding before it adds it.
     dtype = layer.get_base_layer().weight.dtype if embedding else b.dtype
-    if b.dtype in (torch.float16, torch.bfloat16):  # PEFT's own way on the CPU
+    if b.dtype in (torch.float16, torch.bfloat16):  # as PEFT does on the CPU
         a, b = a.float(), b.float()
     return _Delta(a, b, float(layer.scaling[adapter]), turned, dtype)
 
@@ -344,7 +318,7 @@ def _delta(name: str, layer: Any, adapter: str, tensors: Mapping[str, LogicalTen
 def _whole(factor: LogicalTensor) -> torch.Tensor:
     shard = factor.shard
     boxes, storage = shard.layout.boxes, shard.storage.detach()
-    # Each rank has all of it (a replica): read where it lies, without a collective.
+    # A replica that this rank holds whole needs no collective.
     if shard.held[1] > 1 and [placed.box.numel for placed in boxes] == [prod(shard.layout.shape)]:
         (placed,) = boxes
         at = int(storage.storage_offset()) + placed.to
@@ -372,8 +346,7 @@ class _Merge:
 
     def _add(self, elements: torch.Tensor, at: int) -> None:
         """Add the products to ``elements``, which begin at row-major element ``at`` of the weight."""
-        # A run may begin and end within a row: the product is made of whole rows, and its first ``column``
-        # elements left out.
+        # A run may begin within a row: compute whole rows of the product, and skip ``column`` elements.
         row, column = divmod(at, self._columns)
         stop = -(-(at + elements.numel()) // self._columns)
         for delta in self._deltas:

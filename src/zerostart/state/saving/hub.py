@@ -1,4 +1,4 @@
-"""A saved model to the hub, with a card that says what it was trained from."""
+"""Upload a saved model to the hub, with a model card."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from huggingface_hub import ModelCard, RepoUrl
 
 CARD = "README.md"
-#: How the hub's cache names the directory of a snapshot.
+#: Path of a snapshot in the hub's cache.
 _SNAPSHOT = re.compile(r"models--(?P<id>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})(/|$)")
 
 
@@ -29,11 +29,11 @@ def push(
     world: World,
     private: bool | None = None,
 ) -> str:
-    """Upload what saves have written into ``path`` to the hub, and return its address; collective.
+    """Upload the saved files in ``path`` to the hub, and return their address; collective.
 
-    Other files in ``path`` stay here. Rank 0 uploads, and writes a card first unless there is one: from what
-    was trained (``root``, the directory or snapshot that it was loaded from). Raises
-    WriteError on every rank if the hub refuses; the directory stays as it is.
+    Other files in ``path`` are not uploaded. Rank 0 writes a model card unless there is one; it names the
+    source ``root``, a directory or a snapshot of the hub. Raises WriteError on every rank if the upload
+    fails; the directory is then unchanged.
     """
 
     def upload() -> str:
@@ -41,41 +41,46 @@ def push(
 
         card = Path(path) / CARD
         if not card.exists():
-            model_card(Path(path), root).save(card)
-        patterns = saved_files(Path(path))
+            build_model_card(Path(path), root).save(card)
+        patterns = list_saved_files(Path(path))
         try:
-            made = made_repository(repo_id, private)
+            repository = create_repository(repo_id, private)
             HfApi().upload_folder(
-                repo_id=made.repo_id,
+                repo_id=repository.repo_id,
                 folder_path=path,
                 allow_patterns=patterns,
                 ignore_patterns=[f"{HIDDEN}/*", f"*/{HIDDEN}/*"],
             )
-        except Exception as error:  # the hub's own, a network's, and mistakes in the name
+        except Exception as error:  # of the hub, the network, or the name
+            reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
             raise WriteError(
-                f"{os.fspath(path)} is saved, but not pushed to {repo_id}: {_reason(error)}; log in with hf "
+                f"{os.fspath(path)} is saved, but not pushed to {repo_id}: {reason}; log in with hf "
                 "auth login, and upload it with hf upload"
             ) from None  # the hub's error may repeat the request
-        return str(made)
+        return str(repository)
 
     return world.broadcast_slow(upload, f"pushing to {repo_id}")
 
 
-def made_repository(repo_id: str, private: bool | None) -> RepoUrl:
-    """Make the repository unless it exists. Raises WriteError if it should be private and is public."""
+def create_repository(repo_id: str, private: bool | None) -> RepoUrl:
+    """Create the repository unless it exists.
+
+    Raises WriteError for an existing public repository if ``private``.
+    """
     from huggingface_hub import HfApi
 
     api = HfApi()
-    made = api.create_repo(repo_id, private=private, exist_ok=True)
-    if private and not api.repo_info(made.repo_id).private:
+    repository = api.create_repo(repo_id, private=private, exist_ok=True)
+    if private and not api.repo_info(repository.repo_id).private:
         raise WriteError(
-            f"{made.repo_id} is there and public; make it private on the hub, or name another repository"
+            f"{repository.repo_id} exists and is public; make it private on the hub, or name "
+            "another repository"
         )
-    return made
+    return repository
 
 
-def saved_files(path: Path) -> list[str]:
-    """Return patterns of the files that saves have written into ``path``, and of its card."""
+def list_saved_files(path: Path) -> list[str]:
+    """Return patterns of the saved files in ``path`` and its card."""
     names = {name for document in documents(path) for name in document["files"]}
     patterns = [glob.escape(name) for name in sorted({*names, MARKER, CARD})]
     if (path / PIPELINE_INDEX).is_file():
@@ -85,12 +90,7 @@ def saved_files(path: Path) -> list[str]:
     return patterns
 
 
-def _reason(error: Exception) -> str:
-    """The text of an error on one line."""
-    return " ".join(str(error).split()).rstrip(".") or type(error).__name__
-
-
-def model_card(path: Path, root: str) -> ModelCard:
+def build_model_card(path: Path, root: str) -> ModelCard:
     """Return the card of the model in ``path``, trained from ``root``."""
     import importlib.metadata
 
@@ -121,5 +121,5 @@ def model_card(path: Path, root: str) -> ModelCard:
 def _origin(base: str | None, commit: str, root: str) -> str:
     if base is not None:
         return f"Trained from [{base}](https://huggingface.co/{base}), revision `{commit}`."
-    # Without the path, which is of this machine alone.
+    # Only the name: the path has a meaning only on this machine.
     return f"Trained from the checkpoint `{Path(root).name}`." if root else "Trained from scratch."

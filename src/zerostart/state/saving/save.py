@@ -1,4 +1,4 @@
-"""Save a sharded model as a checkpoint in its original layout, each rank its own bytes."""
+"""Save a sharded model as a checkpoint in its original layout."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ from zerostart.state.saving.adapters import (
     Adapted,
     AdapterFile,
     AdapterFormat,
-    adapted_model,
-    adapter_files,
+    find_adapted_model,
     has_adapters,
-    merged,
+    list_adapter_files,
+    merge_into_weights,
 )
 from zerostart.state.saving.contents import (
     Contents,
     TensorOverrides,
-    contents_of,
-    overridden,
-    renamed_contents,
+    apply_overrides,
+    describe_contents,
+    rename_contents,
 )
-from zerostart.state.saving.writing import Publication, Written, publishing, write_tensors
+from zerostart.state.saving.writing import Publication, Written, open_publication, write_tensors
 
 
 @dataclass(frozen=True)
 class SaveRequest:
     """A model to save, wrapped or not, and the arguments of ``zerostart.save``.
 
-    With ``copied`` the tokenizer and code next to the source are copied.
+    ``configured``: write the config files. ``copied``: copy the tokenizer and code files of the source.
     """
 
     model: nn.Module
@@ -60,13 +60,14 @@ class SaveRequest:
     merge_adapters: bool = False
     memory_limit: int | None = None
     copied: bool = True
+    configured: bool = True
     adapter_format: AdapterFormat = PEFT_FORMAT
     renamed: Callable[[str], str] | None = None
     stem: str | None = None
     overrides: TensorOverrides | None = None
 
     def check(self) -> None:
-        """Raise ConfigError for arguments that no save can serve."""
+        """Raise ConfigError for invalid arguments."""
         parse_size(self.max_shard_size)
         if self.dtype is not None and not self.dtype.is_floating_point:
             raise ConfigError(f"dtype={self.dtype!r} must be a floating torch.dtype")
@@ -83,14 +84,14 @@ class SaveReport:
     files: tuple[str, ...]
     #: Names in the files.
     tensors: tuple[str, ...]
-    #: Bytes of all of them.
+    #: Size of all tensors, in bytes.
     total_bytes: int
     #: Bytes that this rank wrote.
     written_bytes: int
     seconds: float
     #: Tensors saved under the model's own names and in its dtypes, and why.
     own_names: dict[str, str]
-    #: Names of tensors that are saved under another.
+    #: Saved name of each tied tensor that is not saved under its own name.
     tied: dict[str, str]
 
     def __repr__(self) -> str:
@@ -109,62 +110,46 @@ class SaveReport:
 
 def save_model(request: SaveRequest, path: str | os.PathLike[str]) -> SaveReport:
     """Save a model as ``zerostart.save`` documents it."""
-    begun = time.perf_counter()
+    start = time.perf_counter()
     world = current_world()
     with world.phase("saving the model"):
         with world.phase("arguments"):
             request.check()
             live = LiveModel(request.model, world)
-            adapted = adapted_model(live.wrapper, within=request.adapters_only)
+            adapted = find_adapted_model(live.wrapper, within=request.adapters_only)
             _check_adapters(live.module, adapted, request)
-        with publishing(path, world) as publication:
+        with open_publication(path, world) as publication:
             if request.adapters_only:
                 assert adapted is not None, "checked above"
-                done = _adapters(live, adapted, publication, request)
+                saved_parts = _adapters(live, adapted, publication, request)
             else:
-                done = [(".", *_model(live, publication, request))]
-            for folder, written, _ in done:
+                saved_parts = [(".", *_model(live, publication, request))]
+            for folder, written, _ in saved_parts:
                 publication.add_digests(written.digests, folder)
-    return _report(path, done, publication.names, time.perf_counter() - begun)
-
-
-def save_own_names(model: nn.Module, path: str | os.PathLike[str], max_shard_size: int | str) -> None:
-    """Save the state dict of ``model`` under its own names, ties once; collective."""
-    world = current_world()
-    with world.phase("saving the state dict"):
-        with world.phase("looking at the model"):
-            contents = renamed_contents(LiveModel(model, world).tensors()[0], lambda name: name, None)
-        with publishing(path, world) as publication:
-            written = write_tensors(
-                publication,
-                contents.entries,
-                contents.outgoing,
-                world,
-                max_shard_size=max_shard_size,
-            )
-            publication.add_digests(written.digests)
+    return _report(path, saved_parts, publication.names, time.perf_counter() - start)
 
 
 def _check_adapters(inner: nn.Module, adapted: Adapted | None, request: SaveRequest) -> None:
-    found = has_adapters(inner)
+    is_adapted = has_adapters(inner)
     if (request.adapters_only or request.merge_adapters) and adapted is None:
-        what = "adapters_only" if request.adapters_only else "merge_adapters"
-        raise ConfigError(f"{what}=True, but this {type(inner).__name__} has no adapters; leave it out")
-    if found and not (request.adapters_only or request.merge_adapters or request.trainable_only):
+        argument = "adapters_only" if request.adapters_only else "merge_adapters"
+        raise ConfigError(f"{argument}=True, but this {type(inner).__name__} has no adapters; leave it out")
+    if is_adapted and not (request.adapters_only or request.merge_adapters or request.trainable_only):
         raise ConfigError(
-            f"this {type(inner).__name__} has adapters: save the adapters alone with "
+            f"this {type(inner).__name__} has adapters: save only the adapters with "
             "adapters_only=True, or the whole model with the adapters in its weights with "
             "merge_adapters=True"
         )
 
 
-Done = tuple[str, Written, Contents]
+#: Folder, files and tensors of one part of a save.
+SavedPart = tuple[str, Written, Contents]
 
 
 def _model(live: LiveModel, publication: Publication, request: SaveRequest) -> tuple[Written, Contents]:
     world, inner, record = live.world, live.module, live.record
     with world.phase("looking at the model"):
-        contents, parameters = contents_to_save(live, request)
+        contents, parameters = collect_saved_contents(live, request)
         stem = request.stem or _stem(inner, record)
     written = write_tensors(
         publication,
@@ -178,51 +163,49 @@ def _model(live: LiveModel, publication: Publication, request: SaveRequest) -> t
         before=contents.before,
     )
     with publication.written(world, "saving the settings"):
-        if world.rank == 0:
-            # Without a record the model was not loaded by zerostart: nothing is known to lie beside its
-            # weights.
+        if world.rank == 0 and request.configured:
+            # A model that zerostart has not loaded has no record of its source directory.
             root = record.catalog.root if record is not None and request.copied else ""
             save_settings(inner, publication.directory, root, request.dtype)
     return written, contents
 
 
-def contents_to_save(live: LiveModel, request: SaveRequest) -> tuple[Contents, int]:
-    """Return the tensors of a save of the whole model, and the number of its parameters; collective.
+def collect_saved_contents(live: LiveModel, request: SaveRequest) -> tuple[Contents, int]:
+    """Return the tensors to save of a whole model, and its parameter count; collective.
 
     Raises ConfigError for adapters that cannot be merged.
     """
     tensors, tied = live.tensors()
-    # The order of what follows matters: masters stand for rounded parameters, then the caller's overrides
-    # for both, and only then adapters are merged, into the values that are to be saved.
+    # The order matters: masters replace rounded parameters, overrides replace both, and adapters are merged
+    # into the result.
     if request.dtype == torch.float32:
-        tensors = overridden(tensors, _masters(live), live.world)
+        tensors = apply_overrides(tensors, _masters(live), live.world)
     if request.overrides is not None:
-        tensors = overridden(tensors, request.overrides, live.world)
+        tensors = apply_overrides(tensors, request.overrides, live.world)
     if request.merge_adapters:
-        tensors = merged(live.module, tensors)
+        tensors = merge_into_weights(live.module, tensors)
     if request.trainable_only:
         tensors = [item for item in tensors if item.trained]
     if request.renamed is not None:
-        contents = renamed_contents(tensors, request.renamed, request.dtype)
+        contents = rename_contents(tensors, request.renamed, request.dtype)
     else:
-        contents = contents_of(live, tensors, request.dtype)
-    # Names that the save leaves out, since another name has their tensor.
+        contents = describe_contents(live, tensors, request.dtype)
     contents.tied = tied
     return contents, sum(prod(item.shard.layout.shape) for item in tensors if item.is_parameter)
 
 
 def _adapters(
     live: LiveModel, adapted: Adapted, publication: Publication, request: SaveRequest
-) -> list[Done]:
+) -> list[SavedPart]:
     world, written_as = live.world, request.adapter_format
     with world.phase("looking at the adapters"):
         files = _adapter_files(live, adapted, request)
-    done = []
+    saved_parts = []
     for file in files:
         directory = publication.directory / file.folder
         with publication.written(world, "making the adapter's folder"):
             if world.rank == 0:
-                # One rank makes it; the others see it when ``written`` has brought them together.
+                # The other ranks see the folder after ``written``, where all ranks meet.
                 directory.mkdir(exist_ok=True)
         written = write_tensors(
             publication,
@@ -238,40 +221,40 @@ def _adapters(
         with publication.written(world, "saving the adapter's configuration"):
             if world.rank == 0 and written_as.configured:
                 adapted.save_config(file.name, directory)
-        done.append((file.folder, written, file.contents))
-    return done
+        saved_parts.append((file.folder, written, file.contents))
+    return saved_parts
 
 
 def _adapter_files(live: LiveModel, adapted: Adapted, request: SaveRequest) -> list[AdapterFile]:
     tensors, _ = live.tensors()
     if request.overrides is not None:
-        tensors = overridden(tensors, request.overrides, live.world)
+        tensors = apply_overrides(tensors, request.overrides, live.world)
     shards = _by_identity(live.module, tensors)
-    return adapter_files(adapted, shards, request.dtype, request.adapter_format)
+    return list_adapter_files(adapted, shards, request.dtype, request.adapter_format)
 
 
-def contents_to_serve(live: LiveModel, dtype: torch.dtype | None, merge_adapters: bool) -> Contents:
-    """Return the tensors for an inference engine: the merged model, or its only adapter; collective.
+def collect_served_contents(live: LiveModel, dtype: torch.dtype | None, merge_adapters: bool) -> Contents:
+    """Return the merged model, or its only adapter, for an inference engine; collective.
 
     Raises ConfigError for adapters that cannot be merged, and for no or several adapters.
     """
     if merge_adapters:
         request = SaveRequest(live.wrapper, dtype=dtype, merge_adapters=has_adapters(live.module))
-        return contents_to_save(live, request)[0]
-    adapted = adapted_model(live.wrapper, within=True)
+        return collect_saved_contents(live, request)[0]
+    adapted = find_adapted_model(live.wrapper, within=True)
     request = SaveRequest(live.wrapper, dtype=dtype, adapters_only=True)
     files = [] if adapted is None else _adapter_files(live, adapted, request)
     if len(files) != 1:
         names = f"{len(files)} ({', '.join(file.name for file in files)})" if files else "none"
         raise ConfigError(
-            f"merge_adapters=False gives an engine one adapter alone, and this {type(live.module).__name__} "
-            f"has {names}: leave it out, or the other adapters"
+            f"merge_adapters=False serves exactly one adapter, but this {type(live.module).__name__} has "
+            f"{names}: leave the argument out, or delete the other adapters"
         )
     return files[0].contents
 
 
 def _masters(live: LiveModel) -> TensorOverrides:
-    """Return the fp32 masters, which are saved instead of the parameters."""
+    """Return the fp32 masters as overrides of the parameters."""
     training = LiveTraining(live.wrapper, None, live.world)
     return TensorOverrides({one.name: one.shard for one in training.masters()}, training.ties)
 
@@ -279,7 +262,7 @@ def _masters(live: LiveModel) -> TensorOverrides:
 def _by_identity(inner: nn.Module, tensors: list[LogicalTensor]) -> dict[int, Shard]:
     """Return shards by the ``id`` of their tensors in the model's state dict."""
     state = inner.state_dict(keep_vars=True)
-    # PEFT picks tensors out of the state dict itself: what it has picked is known again by its identity.
+    # PEFT picks tensors out of the state dict itself; their identity finds their shards.
     return {id(state[t.current_name]): t.shard for t in tensors if t.current_name in state}
 
 
@@ -289,19 +272,19 @@ def _stem(model: nn.Module, record: LoadRecord | None) -> str:
         return stem
     if record.catalog.assembled or not any(recipe.converted for recipe in record.recipes.values()):
         return stem
-    # The original release's own layout, which no directory of the library has.
+    # A converted checkpoint is saved in the layout of the original release, under its file names.
     files = (Path(file) for file in record.catalog.files if file.endswith((".safetensors", ".sft")))
     stems = {group for file in files if (group := group_of(f"{file.stem}.safetensors"))}
     return stems.pop() if len(stems) == 1 else "model"
 
 
 def _report(
-    path: str | os.PathLike[str], done: list[Done], names: Mapping[str, str], seconds: float
+    path: str | os.PathLike[str], saved_parts: list[SavedPart], names: Mapping[str, str], seconds: float
 ) -> SaveReport:
     files: list[str] = []
     own: JsonObject = {}
     tied: dict[str, str] = {}
-    for folder, written, contents in done:
+    for folder, written, contents in saved_parts:
         before = "" if folder == "." else f"{folder}/"
         files += [names.get(before + file.name, before + file.name) for file in written.layout.files]
         own |= contents.own_names
@@ -309,35 +292,35 @@ def _report(
     return SaveReport(
         path=os.fspath(path),
         files=tuple(files),
-        tensors=tuple(name for _, written, _ in done for name in written.layout.tensors),
-        total_bytes=sum(written.layout.total_size for _, written, _ in done),
-        written_bytes=sum(written.bytes for _, written, _ in done),
+        tensors=tuple(name for _, written, _ in saved_parts for name in written.layout.tensors),
+        total_bytes=sum(written.layout.total_size for _, written, _ in saved_parts),
+        written_bytes=sum(written.bytes for _, written, _ in saved_parts),
         seconds=seconds,
         own_names=own,
         tied=tied,
     )
 
 
-# What belongs into the directory beside the weights: configurations, tokenizers, code.
+# Config, tokenizer and code files next to the weights.
 
-#: What is copied from beside the weights that a model was loaded from: its tokenizer or processor, its code.
+#: Suffixes of tokenizer, processor and code files to copy from the source.
 _KINDS = frozenset({".json", ".txt", ".model", ".jinja", ".py", ".tiktoken", ".vocab", ".bpe", ".spm"})
 _FOLDERS = ("additional_chat_templates",)
-#: Without a configuration there, a text or a program is anybody's: a single file may lie in a folder of data.
+#: Text files that are copied from a source without ``config.json``; its other texts may be anything.
 _VOCABULARIES = ("vocab.txt", "merges.txt")
-#: What describes the weights that are saved anew, or a run, and not the model.
+#: Files that describe the old weights or a run, not the model.
 _NOT_COPIED = re.compile(
     r".*\.index\.json|(config|generation_config|adapter_config|trainer_state|state|zerostart|model_index)\.json"
     r"|(train|eval|test|all|predict)_results\.json|requirements\.txt|setup\.py|zero_to_(fp32|torch)\.py"
 )
-#: A file of more bytes is no setting.
-_MOST = 256 << 20
+#: Maximum size of a copied file, in bytes.
+_MAX_COPIED_BYTES = 256 << 20
 
 
 def save_settings(model: nn.Module, directory: Path, root: str, dtype: torch.dtype | None) -> None:
-    """Write the configuration of ``model``, and copy the files next to its source ``root``; on one rank.
+    """Write the config of ``model`` and copy settings of its source ``root``.
 
-    ``dtype`` is that of the weights in the files; None: the model's. Raises WriteError.
+    One rank calls it. ``dtype``: dtype of the weights in the files; None: the model's. Raises WriteError.
     """
     try:
         written = library_of(model).save_settings(model, directory, dtype)
@@ -352,7 +335,7 @@ def save_settings(model: nn.Module, directory: Path, root: str, dtype: torch.dty
 def copy_beside(root: Path, directory: Path) -> None:
     """Copy tokenizer, processor, chat template and code files that ``directory`` lacks.
 
-    Only regular files: a stranger's link may lead to an endless one.
+    Only regular files: a link in a downloaded directory may lead to a device.
     """
     if not root.is_dir():
         return
@@ -368,6 +351,6 @@ def copy_beside(root: Path, directory: Path) -> None:
 
 
 def _copy(path: Path, to: Path) -> None:
-    if path.is_file() and path.stat().st_size <= _MOST and not to.exists():
+    if path.is_file() and path.stat().st_size <= _MAX_COPIED_BYTES and not to.exists():
         to.parent.mkdir(exist_ok=True)
         shutil.copyfile(path, to)

@@ -1,7 +1,8 @@
-"""Save to an object store: each file is uploaded in order by one rank, in windows that all ranks fill."""
+"""Save to an object store: one rank uploads each file."""
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -20,11 +21,11 @@ from zerostart.errors import CheckpointError, ConfigError
 from zerostart.transfer.planning.writes import Write, WritePlan
 from zerostart.transfer.writing import OnWrite, Source, write_out
 
-#: Bytes of a file that a rank puts together and uploads at once.
+#: Part of a file that a rank assembles and uploads at once, in bytes.
 WINDOW_BYTES = 4 << 20
-#: Bytes of one write, a divisor of the window, and bytes that a rank sends at once, one write excepted.
+#: Size of one write, a divisor of the window, and threshold of one message, in bytes.
 WRITE_BYTES, SENT_BYTES = 1 << 20, 3 << 20
-#: Threads that put windows together, and the host memory that the save of a rank takes, in bytes.
+#: Threads that assemble windows, and host memory of a rank's save, in bytes.
 THREADS, MEMORY_BYTES = 2, 64 << 20
 _Bytes = npt.NDArray[np.uint8]
 
@@ -38,7 +39,7 @@ class StorePlace:
         self.directory = Path() if staging is None else staging.directory
 
     def check_visible(self, world: World) -> None:
-        """Do nothing: the first request tells whether a rank reaches the store."""
+        """Do nothing: the first request fails on a rank that cannot reach the store."""
 
     def output(self, folder: str, layout: SaveLayout) -> StoreOutput:
         """Return the writer of the files of ``layout`` in ``folder``."""
@@ -77,11 +78,11 @@ class StoreOutput:
 
     def write(
         self,
-        begun: Any,
+        names: Any,
         plan: WritePlan,
         storages: Sequence[Source],
         threads: int,
-        noted: OnWrite,
+        observer: OnWrite,
         world: World,
     ) -> None:
         layout = self._layout
@@ -106,12 +107,12 @@ class StoreOutput:
             mine = batches.get(number, [])
             for step in range(int(steps[number])):
                 now = replace(plan, writes=tuple(mine[step] if step < len(mine) else ()))
-                write_out(now, storages, router, threads, noted)
+                write_out(now, storages, router, threads, observer)
                 for message in world.exchange(router.messages(), "sending bytes to the ranks that upload"):
                     router.receive(message)
             if window is None:
                 continue
-            whole, name = layout.files[window.file], begun[window.file]
+            whole, name = layout.files[window.file], names[window.file]
             router.check(whole.name)
             if window.begin == 0:
                 writer = self._store.writer(name, whole.size)
@@ -125,7 +126,7 @@ class StoreOutput:
         """Do nothing: each rank has completed its uploads."""
 
     def discard(self) -> None:
-        """Do nothing: rank 0 deletes what was uploaded."""
+        """Do nothing: rank 0 deletes the uploads."""
 
 
 def _windows(layout: SaveLayout, world: World) -> list[list[_Window | None]]:
@@ -133,8 +134,7 @@ def _windows(layout: SaveLayout, world: World) -> list[list[_Window | None]]:
     for number, file in enumerate(layout.files):
         for begin in range(0, file.size, WINDOW_BYTES):
             own[number % world.size].append(_Window(number, begin, min(file.size, begin + WINDOW_BYTES)))
-    most = max(map(len, own))
-    return [[one[number] if number < len(one) else None for one in own] for number in range(most)]
+    return [list(windows) for windows in itertools.zip_longest(*own)]
 
 
 def _place(layout: SaveLayout, name: str, offset: int) -> tuple[int, int]:
@@ -145,23 +145,23 @@ def _place(layout: SaveLayout, name: str, offset: int) -> tuple[int, int]:
 
 def _batches(layout: SaveLayout, writes: Sequence[Write], world: World) -> Iterator[list[Write]]:
     batch: list[Write] = []
-    sent = 0
+    sent_bytes = 0
     for write in writes:
         if layout.tensors[write.name].file % world.size != world.rank:
-            sent += write.nbytes
+            sent_bytes += write.nbytes
         batch.append(write)
-        if sent >= SENT_BYTES:
+        if sent_bytes >= SENT_BYTES:
             yield batch
-            batch, sent = [], 0
+            batch, sent_bytes = [], 0
     if batch:
         yield batch
 
 
 class _Router:
-    """A writer (see ``transfer.writing``) that fills the window of this rank and packs bytes for the others.
+    """Writer that fills the window of this rank and packs bytes for others.
 
-    A message has the number of its entries, the entries, and their bytes. An entry is four 64-bit integers:
-    offset in the window, length, distance and number of rows.
+    See ``transfer.writing``. A message has the number of its entries, the entries, and their bytes. An entry
+    is four 64-bit integers: offset in the window, length, distance and number of rows.
     """
 
     def __init__(self, layout: SaveLayout, window: _Window | None, world: World) -> None:
@@ -202,14 +202,14 @@ class _Router:
 
     def messages(self) -> list[torch.Tensor]:
         """Return the message for each rank, empty if there is nothing to send."""
-        found = []
+        messages_by_rank = []
         for entries, data in zip(self._entries, self._data, strict=True):
             head = np.array([len(entries), *(n for entry in entries for n in entry)], np.int64)
             whole = np.concatenate([head.view(np.uint8), *data]) if entries else np.empty(0, np.uint8)
             data.clear()
-            found.append(torch.from_numpy(whole))
+            messages_by_rank.append(torch.from_numpy(whole))
         self._clear()
-        return found
+        return messages_by_rank
 
     def receive(self, message: torch.Tensor) -> None:
         """Copy the bytes of a message into the window."""

@@ -1,4 +1,4 @@
-"""Write a directory with all ranks, each its own bytes; readers see the whole or nothing."""
+"""Write and publish a checkpoint directory together with all ranks."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ from zerostart.transfer.tuning import MIN_CHUNK
 from zerostart.transfer.writing import SLACK, Change, OnWrite, Source, write_out
 
 MiB = 1 << 20
-#: Bytes of one write, and of a thread's staging buffer, where no limit asks for less.
+#: Default size of one write and of a thread's staging buffer, in bytes.
 CHUNK = 8 * MiB
-#: Most threads that write on one rank.
+#: Maximum number of threads that write on one rank.
 THREADS = 4
 #: Name, dtype in safetensors' spelling, and shape of a tensor of the files.
 Entry = tuple[str, str, Sequence[int]]
@@ -50,19 +50,19 @@ Entry = tuple[str, str, Sequence[int]]
 
 @dataclass(frozen=True)
 class Outgoing:
-    """A share of one logical tensor that goes into the files."""
+    """A rank's share of one logical tensor to write."""
 
-    #: Of each element of its target, which element of which tensor of the files it is.
+    #: Maps each element of its target to an element of a tensor in the files.
     recipe: Recipe
-    #: Which of them this rank has.
+    #: The elements that this rank holds.
     shard: Shard
-    #: If any, it is asked for what is written in the place of the shard's elements, some at a time.
+    #: Returns the elements to write for a run of the shard's; None: the shard's own.
     change: Change | None = None
 
 
 @dataclass(frozen=True)
 class Written:
-    """The result of ``write_tensors``: the bytes of this rank, and a digest of each tensor."""
+    """The result of ``write_tensors``: layout, bytes of this rank, and digests."""
 
     layout: SaveLayout
     bytes: int
@@ -70,13 +70,13 @@ class Written:
 
 
 def plain(name: str, shard: Shard, dtype: torch.dtype | None = None) -> Outgoing:
-    """Return ``shard`` as the tensor ``name`` of the files, in the same layout."""
+    """Describe ``shard`` as the tensor ``name`` of the files, in the same layout."""
     target = Target(name, shard.layout.shape, dtype or shard.storage.dtype)
     return Outgoing(Recipe(target, geometry.whole(name, shard.layout.shape)), shard)
 
 
-def entry_bytes(entry: Entry) -> int:
-    """Bytes of a tensor in a file."""
+def size_of_entry(entry: Entry) -> int:
+    """Return the size of a tensor in a file, in bytes."""
     _, dtype, shape = entry
     return prod(shape) * torch_dtype(dtype).itemsize
 
@@ -95,54 +95,56 @@ def write_tensors(
     memory_limit: int | None = None,
     before: Mapping[str, int] | None = None,
 ) -> Written:
-    """Write the tensors ``entries`` into safetensors files in ``folder`` of what is published; collective.
+    """Write ``entries`` into safetensors files in ``folder`` of a publication; collective.
 
-    ``entries``, and the targets of ``outgoing``, have one order on all ranks. Together the ranks have each
-    element once (``Shard.held`` tells replicas). ``memory_limit`` limits the buffers of a rank, in bytes;
-    None: 40 MiB, and 64 for a store. The other arguments are those of ``plan_shards``. Raises WriteError,
-    ConfigError and, if an element is on no rank or counted by two, CheckpointError; then no file is left.
+    ``entries``, and the targets of ``outgoing``, have the same order on all ranks. Together the ranks hold
+    each element once (``Shard.held`` marks replicas). ``memory_limit`` is the maximum size of a rank's
+    buffers, in bytes; None: 40 MiB, and 64 MiB for a store. The other arguments are those of
+    ``plan_shards``. Raises WriteError, ConfigError, and CheckpointError for an element that no rank or two
+    ranks hold; then no file is left.
     """
     output: FileOutput | StoreOutput | None = None
     try:
-        # All ranks leave this together: nobody still writes when the files are removed.
+        # All ranks leave this phase together: no rank writes while the files are deleted.
         with world.phase("writing the tensors"):
             listed = list(entries)
             layout = plan_shards(listed, max_shard_size, stem, metadata, parameters, before)
             digests = Digests(listed)
             output = publication.place.output(folder, layout)
             chunk, threads = output.tuned(memory_limit)
-            plan, storages = planned(layout, outgoing, chunk, output.page)
+            plan, storages = plan_own_writes(layout, outgoing, chunk, output.page)
             described = repr((listed, parse_size(max_shard_size), metadata, parameters, before)).encode()
-            # With other tensors, or other files, a rank would write to places that are another's: told here.
+            # A rank with other tensors or files would overwrite bytes of other ranks: the checksum in the
+            # name of the collective turns that into an error.
             place = f"writing {stem} files with the checksum {zlib.crc32(described):08x}"
-            made = world.broadcast_object(output.begin, place)
-            output.write(made, plan, storages, threads, digests.add_rows, world)
-            # Digests are sums over elements, so that ranks' partial ones add up to those of whole tensors.
-            # The reduction is also where the ranks meet: after it each has closed its files, and only then
-            # may rank 0 commit.
-            known = digests.summed(world)
+            token = world.broadcast_object(output.begin, place)
+            output.write(token, plan, storages, threads, digests.add_rows, world)
+            # Digests are sums over elements, so partial digests of the ranks add up. After the reduction
+            # every rank has closed its files, and rank 0 may commit.
+            sums = digests.summed(world)
             output.commit(world)
     except BaseException:
         if output is not None:
             output.discard()
         raise
-    return Written(layout, plan.nbytes, known)
+    return Written(layout, plan.nbytes, sums)
 
 
 def share(shard: Shard) -> tuple[Layout, tuple[int, int], int]:
+    """Return the layout, replica and element size of a shard, as ``split_shares`` takes them."""
     return shard.layout, shard.held, shard.storage.itemsize
 
 
-def planned(
+def plan_own_writes(
     layout: SaveLayout, outgoing: Iterable[Outgoing], chunk_size: int, page: int = PAGE
 ) -> tuple[WritePlan, list[Source]]:
-    """Plan what this rank writes of ``outgoing``; returns the storages of the plan, too."""
+    """Plan the writes of this rank; return the plan and its storages."""
     storages: list[Source] = []
 
     def own() -> Iterator[tuple[Recipe, Layout, Origin]]:
         items = list(outgoing)
-        # Of replicas of an element one rank writes it; who, follows from the order of ``outgoing``, so it
-        # must be the same on all ranks, also where one has nothing to write.
+        # The order of ``outgoing`` decides which replica writes an element, so it must be the same on all
+        # ranks, also on those with nothing to write.
         for item, part in zip(items, split_shares(share(item.shard) for item in items), strict=True):
             storage = item.shard.storage.detach()
             if part is not None and part.boxes:
@@ -155,7 +157,7 @@ def planned(
 
 
 class Files:
-    """A directory of a file system that is saved to; rank 0 writes small files into ``directory``."""
+    """A local directory to save to; rank 0 writes small files into it."""
 
     def __init__(self, directory: Path) -> None:
         self.directory, self.name = directory, str(directory.parents[1])
@@ -174,9 +176,9 @@ class Files:
 
 
 class FileOutput:
-    """Writes the files of one layout, each rank its own bytes."""
+    """Writer of the files of one layout; each rank writes its own bytes."""
 
-    #: Writes begin at multiples of this, in bytes.
+    #: Alignment of writes, in bytes.
     page = PAGE
 
     def __init__(self, directory: Path, layout: SaveLayout) -> None:
@@ -184,38 +186,41 @@ class FileOutput:
         self._writer: CheckpointWriter | None = None
 
     def tuned(self, memory_limit: int | None) -> tuple[int, int]:
-        """Return the bytes of a write and the number of threads. Raises ConfigError for a low limit."""
+        """Return the size of a write, in bytes, and the number of threads.
+
+        Raises ConfigError for a low limit.
+        """
         if memory_limit is not None and memory_limit < MIN_CHUNK:
             raise ConfigError(f"memory_limit={memory_limit} must be a number of bytes, at least {MIN_CHUNK}")
-        beside = ROOM + SLACK
-        limit = THREADS * (CHUNK + beside) if memory_limit is None else memory_limit
-        threads = min(most_threads(), max(1, limit // (MIN_CHUNK + beside)))
-        chunk = min(CHUNK, max(MIN_CHUNK, limit // threads - beside))
-        if rounds_up():  # so that a buffer, which is a chunk and SLACK, is a power of two
+        overhead = ROOM + SLACK
+        limit = THREADS * (CHUNK + overhead) if memory_limit is None else memory_limit
+        threads = min(THREADS, max(2, int(cores()) // local_ranks()), max(1, limit // (MIN_CHUNK + overhead)))
+        chunk = min(CHUNK, max(MIN_CHUNK, limit // threads - overhead))
+        if rounds_up():  # the allocator rounds a buffer (a chunk and SLACK) up to a power of two
             chunk = max(MIN_CHUNK, (1 << ((chunk + SLACK).bit_length() - 1)) - SLACK)
         return chunk - chunk % 4096, threads
 
     def begin(self) -> str:
-        """Make the files on rank 0, and return their token. Raises WriteError."""
+        """Create the files on rank 0, and return their token. Raises WriteError."""
         token = uuid.uuid4().hex[:12]
-        check_space(self._directory, self._layout.total_size, "what is to be saved")
+        check_space(self._directory, self._layout.total_size, "the save")
         self._writer = CheckpointWriter(self._directory, self._layout, token)
         self._writer.create()
         return token
 
     def write(
         self,
-        begun: Any,
+        token: Any,
         plan: WritePlan,
         storages: Sequence[Source],
         threads: int,
-        noted: OnWrite,
+        observer: OnWrite,
         world: World,
     ) -> None:
         """Write the share of this rank, and sync it. Raises WriteError."""
-        # Rank 0 has made the files inside ``begin``; the others open them by its token.
-        self._writer = self._writer or CheckpointWriter(self._directory, self._layout, begun)
-        write_out(plan, storages, self._writer, threads, noted)
+        # ``begin`` created the files on rank 0; the other ranks open them by its token.
+        self._writer = self._writer or CheckpointWriter(self._directory, self._layout, token)
+        write_out(plan, storages, self._writer, threads, observer)
         self._writer.close()
 
     def commit(self, world: World) -> None:
@@ -229,17 +234,12 @@ class FileOutput:
             self._writer.discard()
 
 
-def most_threads() -> int:
-    """How many threads of a rank write at once."""
-    return min(THREADS, max(2, int(cores()) // local_ranks()))
-
-
 @dataclass(frozen=True)
 class Publication:
     """A save before it is published."""
 
     place: Files | StorePlace
-    #: Rank 0's is written as ``zerostart.json`` or ``state.json``.
+    #: Content of ``zerostart.json`` or ``state.json``; only rank 0's is written.
     document: JsonObject = field(default_factory=dict)
     #: Final names of weights by their staged names; filled on all ranks by the publication.
     names: dict[str, str] = field(default_factory=dict)
@@ -251,7 +251,7 @@ class Publication:
 
     @contextmanager
     def written(self, world: World, name: str) -> Iterator[None]:
-        """Open a phase in which an error of the system is a WriteError on all ranks."""
+        """Open a phase in which an OSError becomes a WriteError on all ranks."""
         with world.phase(name), write_errors(self.place.name, "nothing was saved"):
             yield
 
@@ -260,24 +260,26 @@ class Publication:
         self.document.setdefault("digests", {}).setdefault(folder, {}).update(digests)
 
 
-def agreed_place(path: str | os.PathLike[str], world: World, doing: str = "saving to") -> Path | str:
-    """Return rank 0's absolute form of the directory or URL ``path``; collective, inside a phase.
+def agree_on_place(path: str | os.PathLike[str], world: World, doing: str = "saving to") -> Path | str:
+    """Return rank 0's absolute form of a directory or URL; collective, inside a phase.
 
-    ``doing`` is the action in words. Raises ConfigError if a rank has another path.
+    ``doing`` names the action in errors. Raises ConfigError if a rank has another path.
     """
-    given = os.fspath(path) if isinstance(path, str | os.PathLike) else ""
-    if not given:
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else ""
+    if not text:
         raise ConfigError(f"{doing} {path!r}: pass the path of a directory")
-    found: Path | str = world.broadcast_object(lambda: located(given), f"{doing} {shown_url(given)}")
-    return found
+    place: Path | str = world.broadcast_object(lambda: located(text), f"{doing} {shown_url(text)}")
+    return place
 
 
 @contextmanager
-def publishing(path: str | os.PathLike[str], world: World, *, marker: str = MARKER) -> Iterator[Publication]:
-    """Stage a save into the directory or URL ``path``, and publish it after the body; collective.
+def open_publication(
+    path: str | os.PathLike[str], world: World, *, marker: str = MARKER
+) -> Iterator[Publication]:
+    """Stage a save into ``path`` and publish it after the body; collective.
 
-    ``marker`` is that of ``Staging``. After an error on any rank all that was written
-    is removed. Raises WriteError, or the error of the body, on every rank.
+    ``marker`` is the argument of ``Staging``. After an error on any rank all written files are deleted.
+    Raises WriteError, or the error of the body, on every rank.
     """
     staging: Staging | StoreStaging | None = None
 
@@ -295,11 +297,11 @@ def publishing(path: str | os.PathLike[str], world: World, *, marker: str = MARK
         return staging.complete(publication.document)
 
     with world.phase("saving to a directory"):
-        at = agreed_place(path, world)
+        at = agree_on_place(path, world)
         try:
-            found = world.broadcast_object(begin, "making a directory to save to")
+            target = world.broadcast_object(begin, "making a directory to save to")
             store = None if isinstance(staging, Staging) else staging
-            place = Files(found) if isinstance(found, Path) else StorePlace(found, store)
+            place = Files(target) if isinstance(target, Path) else StorePlace(target, store)
             publication = Publication(place)
             with publication.written(world, "writing the files"):
                 place.check_visible(world)

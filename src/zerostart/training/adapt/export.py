@@ -16,7 +16,12 @@ from zerostart.engines import full_shape
 from zerostart.errors import ConfigError
 from zerostart.live.model import unwrap_model
 from zerostart.models import library_of
-from zerostart.state.saving.adapter_formats import PREFIX, adapter_format, diffsynth_names, without
+from zerostart.state.saving.adapter_formats import (
+    PREFIX,
+    drop_prefix,
+    find_adapter_format,
+    find_diffsynth_names,
+)
 from zerostart.state.saving.contents import TensorOverrides
 from zerostart.state.saving.save import SaveRequest, save_model
 from zerostart.training.adapt.ema import Ema
@@ -94,16 +99,18 @@ class Exporter:
         if self._adapted:
             inner = unwrap_model(model)
             kind = output.format or library_of(inner).adapter_format
-            chosen = adapter_format(kind, inner, key=_FORMAT, stem=stem, prefix=prefix)
+            chosen = find_adapter_format(kind, inner, key=_FORMAT, stem=stem, prefix=prefix)
             return replace(request, adapters_only=True, adapter_format=chosen)
         if output.format == "diffsynth":
-            names = diffsynth_names(unwrap_model(model), _FORMAT)
-            renamed = without(prefix, lambda name: PREFIX + names(name))
+            names = find_diffsynth_names(unwrap_model(model), _FORMAT)
+            renamed = drop_prefix(prefix, lambda name: PREFIX + names(name))
             # DiffSynth has one file.
             return replace(request, trainable_only=True, renamed=renamed, stem=stem, max_shard_size=2**62)
         if output.trainable_only:
             # None keeps the names of the model's own library.
             return replace(
-                request, trainable_only=True, renamed=without(prefix, lambda name: name) if prefix else None
+                request,
+                trainable_only=True,
+                renamed=drop_prefix(prefix, lambda name: name) if prefix else None,
             )
         return request

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from zerostart.errors import ConfigError
-from zerostart.state.saving.adapter_formats import names_for
+from zerostart.state.saving.adapter_formats import find_known_names
 from zerostart.training.config.configuration import LoraConfig
 
 #: PEFT's name for the one adapter.
@@ -88,7 +88,7 @@ def _is_adaptable(module: nn.Module) -> bool:
 def _chosen(model: nn.Module, modules: Mapping[str, nn.Module], targets: str | list[str]) -> set[str]:
     if isinstance(targets, list):
         return _all_matching({name: name for name in modules}, targets)
-    names = names_for(model)
+    names = find_known_names(model)
     if targets in ("auto", ""):
         # A model that DiffSynth has not: what lies in its lists of blocks, and neither embeddings nor head.
         if names is None:
@@ -101,7 +101,7 @@ def _as_scripts(
     model: nn.Module, modules: Mapping[str, nn.Module], targets: str, strict: bool = True
 ) -> set[str]:
     entries = [entry.strip() for entry in targets.split(",") if entry.strip()]
-    names = names_for(model)
+    names = find_known_names(model)
     if names is not None:
         # All entries by one way of naming or all by the other: half of a list by each would adapt what nobody
         # asked for.

@@ -23,7 +23,7 @@ from zerostart.checkpoint.paths import expanded
 from zerostart.checkpoint.strict_json import load_json, read_json
 from zerostart.distributed.world import World
 from zerostart.errors import CheckpointError, CheckpointNotFoundError, ConfigError
-from zerostart.state.saving.adapter_formats import PREFIX, names_for
+from zerostart.state.saving.adapter_formats import PREFIX, find_known_names
 from zerostart.training.adapt.lora import ADAPTER
 from zerostart.training.config.configuration import LoraConfig
 from zerostart.upstream.diffusers.weights import is_diffusers, lora_converter
@@ -249,7 +249,7 @@ def _split(found: Mapping[str, Factors], model: nn.Module) -> tuple[dict[str, Fa
 def _match_names(
     found: Mapping[str, Factors], adapted: list[str], model: nn.Module
 ) -> tuple[dict[str, Factors], list[str]]:
-    names = names_for(model)
+    names = find_known_names(model)
     known = {name: name for name in adapted}
     if names is not None and not names.fused:
         known |= {names.of(name): name for name in adapted}

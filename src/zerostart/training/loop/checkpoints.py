@@ -18,9 +18,9 @@ from zerostart.errors import ConfigError
 from zerostart.live.training import StateTensor
 from zerostart.state.resuming.background import Saving
 from zerostart.state.resuming.load_state import read_document, restore_state
-from zerostart.state.resuming.retention import complete, prune
+from zerostart.state.resuming.retention import list_complete, prune
 from zerostart.state.resuming.save_state import write_state
-from zerostart.state.resuming.values import decoded
+from zerostart.state.resuming.values import decode
 from zerostart.training.config.configuration import CheckpointConfig
 from zerostart.training.loop.course import changes
 from zerostart.training.loop.output_directory import FOLDER, is_run_state, resumable_checkpoints
@@ -59,7 +59,7 @@ def checkpoint_to_resume(resume: str | None, directory: Path, world: World) -> P
         if resume == "auto":
             return next(reversed(resumable_checkpoints(directory)), None)
         path = expanded(resume).absolute()
-        if path in complete(path.parent):
+        if path in list_complete(path.parent):
             return path
         raise ConfigError(
             f"resume: {path} is not a complete checkpoint; name a step-... folder in {FOLDER} of a run's "
@@ -134,7 +134,7 @@ class Checkpoints:
             extra,
             not self._config.background,
             frozen=not self._adapted,
-            beside=self._averages,
+            extra_tensors=self._averages,
         )
         self._newest = path
         world = current_world()
@@ -201,12 +201,12 @@ def _extra(path: Path) -> Any:
     extra = open_saved_state(path, (), read_document)[0]["extra"]
     if not is_run_state(extra):
         raise ConfigError(f"resume: {path} was not saved by zerostart train; name a checkpoint that was")
-    return decoded(extra, {})
+    return decode(extra, {})
 
 
 def _score(extra: object) -> float | None:
     """Return the negative held-out loss of a checkpoint's own step; None if it was not measured there."""
-    known = decoded(extra, {})
+    known = decode(extra, {})
     if not isinstance(known, dict) or "held_out" not in known:
         return None  # a checkpoint of a script
     loss = dict(known["held_out"]).get(known["step"])

@@ -20,7 +20,7 @@ from zerostart.checkpoint.write.staging import remove
 from zerostart.distributed.world import World
 from zerostart.engines.shard import full_shape
 from zerostart.errors import ConfigError, VerifyError, WriteError
-from zerostart.state.resuming.retention import complete
+from zerostart.state.resuming.retention import list_complete
 from zerostart.state.resuming.training_state import MARKER
 from zerostart.training.adapt.export import AVERAGE, EXPORTS
 from zerostart.training.data.cached import FOLDER as CACHE
@@ -110,7 +110,7 @@ def _check_outside(media: Sequence[str], directory: Path) -> None:
 
 def resumable_checkpoints(directory: Path) -> list[Path]:
     """Return the checkpoints in an output directory that a run can resume, the oldest first."""
-    return [Path(path) for path in complete(directory / FOLDER, is_run_state)]
+    return [Path(path) for path in list_complete(directory / FOLDER, is_run_state)]
 
 
 def is_run_state(extra: Any) -> bool:
