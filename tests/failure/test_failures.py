@@ -79,14 +79,6 @@ def test_checkpoint_of_another_architecture(
     same_error(outcomes, errors.CoverageError, "Qwen3ForCausalLM", "configuration", "converter")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("path", ["nowhere", "empty"])
-def test_no_checkpoint_there(path: str, tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    outcomes = rank_outcomes(load_only, 2, tmp_path / path, "fsdp2", True)
-    same_error(outcomes, errors.CheckpointNotFoundError, path)
-
-
 SLOW = pytest.mark.slow
 
 
@@ -123,13 +115,6 @@ def test_model_that_cannot_be_built_on_one_rank(source: Path) -> None:
     same_error(outcomes, errors.ZerostartError, "rank 1", "no such layer")
 
 
-@pytest.mark.slow
-def test_argument_that_differs_on_one_rank(source: Path) -> None:
-    """Rank 1 alone asks for something that cannot be: the others hear of it."""
-    outcomes = rank_outcomes(load_with_on_rank_1, 2, source, {"engine": "megatron"})
-    same_error(outcomes, errors.ConfigError, "megatron")
-
-
 def test_group_is_usable_after_a_failure(source: Path, tmp_path: Path) -> None:
     folder, _ = broken_copy(source, tmp_path, "lost-tensor")
     for outcome in rank_outcomes(load_broken_then_whole, 2, folder, source):
@@ -138,11 +123,6 @@ def test_group_is_usable_after_a_failure(source: Path, tmp_path: Path) -> None:
 
 def load_only(path: Path, engine: str, strict: bool) -> None:
     zerostart.load(path, engine=engine, strict=strict, progress=False)
-
-
-def load_with_on_rank_1(path: Path, options: dict[str, Any]) -> None:
-    chosen = options if dist.get_rank() == 1 else {"engine": "fsdp2"}
-    zerostart.load(path, progress=False, **chosen)
 
 
 def load_broken_then_whole(broken: Path, whole: Path) -> None:

@@ -3,7 +3,6 @@
 import ast
 import importlib
 import importlib.util
-import re
 from pathlib import Path
 
 import pytest
@@ -23,9 +22,3 @@ def test_what_a_script_imports_of_ours_is_there(path):
 
 def _has(module, name):
     return hasattr(module, name) or importlib.util.find_spec(f"{module.__name__}.{name}") is not None
-
-
-@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_files_that_a_script_names_lie_beside_it(path):
-    named = re.findall(r'HERE / "([^"]+[.][^"]+)"', path.read_text(encoding="utf-8"))
-    assert [name for name in named if not (path.parent / name).is_file()] == []

@@ -85,8 +85,3 @@ def test_what_an_engine_keeps_is_asked_of_the_engine() -> None:
     graph = imports()
     asked = [(a, b) for a in above for b in graph[a] if f"{b}.".startswith(tuple(f"{i}." for i in inside))]
     assert sorted(asked) == []
-
-
-def test_the_shape_of_a_placeholder_is_known_to_engines_alone() -> None:
-    above = [path for path in ROOT.rglob("*.py") if room(name_of(path)) not in ("engines", "upstream")]
-    assert [path.name for path in above if "ds_shape" in path.read_text()] == []
