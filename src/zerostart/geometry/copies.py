@@ -1,4 +1,4 @@
-"""The join of a piece (where elements come from) and a placed box (where they go): strided copies."""
+"""Strided copies: which elements of a piece go to which elements of a placed box."""
 
 from __future__ import annotations
 
@@ -78,17 +78,20 @@ class Copy:
 
     @property
     def contiguous(self) -> bool:
-        """Whether source and destination are each one unbroken run, in the same order."""
+        """True if source and destination are each one unbroken run, in the same order."""
         return not self.loops or (len(self.loops) == 1 and self.loops[0][1:] == (1, 1))
 
 
 def merge_runs(copies: Iterable[Copy]) -> list[Copy]:
-    """Join unbroken runs that continue each other on both sides; sorted by source and address."""
+    """Join unbroken runs that continue each other on both sides.
+
+    The result is sorted by source and address.
+    """
     out: list[Copy] = []
-    found = list(copies)
-    if len(found) > 1:
-        found.sort(key=lambda c: (str(c.source), c.start))
-    for copy in found:
+    ordered = list(copies)
+    if len(ordered) > 1:
+        ordered.sort(key=lambda c: (str(c.source), c.start))
+    for copy in ordered:
         last = out[-1] if out else None
         if (
             last is not None
@@ -109,7 +112,7 @@ def copies_between(piece: Piece, box: Box, to: int, strides: Sequence[int]) -> I
     The destination of the box's element ``origin + index`` is ``to + sum(index * strides)``.
     """
     # Address in the source, address in the destination, loops: of each combination of the axes' parts.
-    found: list[tuple[int, int, list[Loop]]] = [(piece.offset, to, [])]
+    partial: list[tuple[int, int, list[Loop]]] = [(piece.offset, to, [])]
     for axis, origin, box_origin, box_extent, stride in zip(
         piece.axes, piece.origin, box.origin, box.extent, strides, strict=True
     ):
@@ -122,12 +125,12 @@ def copies_between(piece: Piece, box: Box, to: int, strides: Sequence[int]) -> I
             (offset, (base + position) * stride, _with_destination(digits, stride))
             for position, offset, digits in cut(axis, low - origin, high - origin)
         ]
-        found = [
+        partial = [
             (start + offset, target + place, [*loops, *inner])
-            for start, target, loops in found
+            for start, target, loops in partial
             for offset, place, inner in parts
         ]
-    for start, target, loops in found:
+    for start, target, loops in partial:
         yield from _per_tensor(piece, start, target, loops)
 
 

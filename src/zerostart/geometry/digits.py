@@ -1,9 +1,9 @@
-"""One axis as mixed-radix digits.
+"""Write one axis as mixed-radix digits.
 
 An axis of ``n`` elements is written as digits ``(size, stride)``, most significant first, whose sizes
-multiply to ``n``. Element ``i`` of the axis, decomposed into those digits, lies at the sum of digit times
-stride. A plain strided axis has one digit; a row permutation such as the one of rotary embeddings, which
-no single stride can say, has two or three. This is what keeps a conversion to a handful of pieces.
+multiply to ``n``. The address of element ``i`` is the sum of its digits times their strides. A plain strided
+axis has one digit. A row permutation such as the one of rotary embeddings, which no single stride can
+express, has two or three. Digits keep a conversion to a handful of pieces.
 """
 
 from __future__ import annotations
@@ -58,7 +58,6 @@ def cut(digits: Digits, start: int, stop: int, step: int = 1) -> list[tuple[int,
 
 
 def _interval(digits: Digits, start: int, stop: int) -> list[tuple[int, int, Digits]]:
-    """Parts that cover ``[start, stop)``, by a partial head, whole middles, and a partial tail per digit."""
     if not digits:
         return [(start, 0, ())]
     (_, stride), minor = digits[0], digits[1:]
@@ -87,14 +86,14 @@ def _interval(digits: Digits, start: int, stop: int) -> list[tuple[int, int, Dig
     return parts
 
 
-def _cut_steps(digits: Digits, kept: range) -> list[tuple[int, int, Digits]]:
-    if not kept:
+def _cut_steps(digits: Digits, indices: range) -> list[tuple[int, int, Digits]]:
+    if not indices:
         return []
     if len(digits) == 1:
         stride = digits[0][1]
-        return [(0, kept.start * stride, simplify(((len(kept), kept.step * stride),)))]
+        return [(0, indices.start * stride, simplify(((len(indices), indices.step * stride),)))]
     parts: list[tuple[int, int, Digits]] = []
-    for position, index in enumerate(kept):
+    for position, index in enumerate(indices):
         # A single element is a single part.
         ((_, offset, _),) = _interval(digits, index, index + 1)
         parts.append((position, offset, ()))
@@ -102,13 +101,16 @@ def _cut_steps(digits: Digits, kept: range) -> list[tuple[int, int, Digits]]:
 
 
 def split_at(digits: Digits, minor: int) -> tuple[Digits, Digits] | None:
-    """Split the axis so that its second part has ``minor`` elements; None where no digit allows it."""
+    """Split the axis into two, the second with ``minor`` elements.
+
+    None if no digit allows it.
+    """
     low: list[Digit] = []
-    rest = list(digits)
+    high = list(digits)
     while minor > 1:
-        if not rest:
+        if not high:
             return None
-        size, stride = rest.pop()
+        size, stride = high.pop()
         # The whole digit lies below the split.
         if minor % size == 0:
             low.insert(0, (size, stride))
@@ -116,11 +118,11 @@ def split_at(digits: Digits, minor: int) -> tuple[Digits, Digits] | None:
         # The split goes through this digit: its upper part steps over ``minor`` elements of the lower one.
         elif size % minor == 0:
             low.insert(0, (minor, stride))
-            rest.append((size // minor, stride * minor))
+            high.append((size // minor, stride * minor))
             minor = 1
         else:
             return None
-    return tuple(rest), tuple(low)
+    return tuple(high), tuple(low)
 
 
 def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:

@@ -1,11 +1,11 @@
-"""Strided pieces: a box of a tensor, and for each of its elements the source address that fills it.
+"""Strided pieces: boxes of a tensor with the source address of each element.
 
-A tensor that a conversion produced is a tuple of pieces that tile it. The functions here are the index
-side of the tensor operations that only move elements; each takes pieces and gives pieces.
+A tensor that a conversion produced is a tuple of pieces that tile it. The functions here are the index side
+of tensor operations that only move elements; each takes pieces and returns pieces.
 
-Two things keep them few, and their number is what planning costs: an axis is digits and not one stride
-(``digits``), so that a permutation of rows or a transposed reshape stays one piece; and a piece may draw on a
-run of tensors, so that a stack of experts is one.
+Planning costs grow with the number of pieces, and two things keep it small. An axis has digits and not one
+stride (``digits``), so that a permutation of rows or a transposed reshape remains one piece. A piece may read
+from a run of tensors, so that a stack of experts is one piece.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ class Piece:
     """A box of a tensor, and the source addresses that fill it.
 
     Addresses and strides are in elements: address ``a`` is element ``a % unit`` of tensor ``a // unit``. A
-    stride of ``unit`` or more steps from tensor to tensor; nothing else tells the two kinds of step apart, so
-    no smaller one is merged with it.
+    stride of ``unit`` or more steps from tensor to tensor, and is never merged with a smaller one.
     """
 
     #: First index of the box in each dimension.
@@ -79,7 +78,7 @@ def crop(pieces: Sequence[Piece], dim: int, start: int, stop: int, step: int = 1
         first = start + skip * step
         if first >= min(stop, low + size):
             continue
-        # `cut` counts from the piece's own first index; `skip` is what the slice has kept before this piece.
+        # `cut` counts from the first index of the piece; `skip` elements of the slice come before this piece.
         for position, offset, digits in cut(p.axes[dim], first - low, min(stop, low + size) - low, step):
             out.append(
                 replace(
@@ -101,7 +100,7 @@ def permute(pieces: Sequence[Piece], order: Sequence[int]) -> tuple[Piece, ...]:
 
 
 def broadcast(pieces: Sequence[Piece], shape: Sequence[int], target: Sequence[int]) -> tuple[Piece, ...]:
-    """Expand dimensions of size 1 of ``shape`` to ``target`` (same number of dimensions): stride 0."""
+    """Expand dimensions of size 1 of ``shape`` to ``target``, by stride 0."""
     grown = [d for d, (old, new) in enumerate(zip(shape, target, strict=True)) if old != new]
     out = []
     for p in pieces:
@@ -138,7 +137,10 @@ def shift(pieces: Sequence[Piece], dim: int, by: int) -> tuple[Piece, ...]:
 
 
 def concatenate(parts: Sequence[tuple[Sequence[Piece], int]], dim: int) -> tuple[Piece, ...]:
-    """Join ``(pieces, size along dim)`` parts along ``dim``; a part without elements still takes its size."""
+    """Join ``(pieces, size along dim)`` parts along ``dim``.
+
+    A part without elements still takes its size.
+    """
     out: list[Piece] = []
     at = 0
     for pieces, size in parts:
@@ -151,7 +153,7 @@ def stack(parts: Sequence[Sequence[Piece]], dim: int) -> tuple[Piece, ...]:
     """Join parts of one shape along a new dimension ``dim``."""
     firsts = [pieces[0] for pieces in parts if len(pieces) == 1]
     if 1 < len(firsts) == len(parts) and all(_alike(firsts[0], p, firsts[0].origin) for p in firsts):
-        # What concatenating would come to, without two pieces more for each expert of a stack of hundreds.
+        # As concatenating would, without two more pieces for each of hundreds of experts.
         (p, *_) = insert_axis(firsts[:1], dim)
         axes = (*p.axes[:dim], ((len(firsts), p.unit),), *p.axes[dim + 1 :])
         return (replace(p, axes=axes, source=tuple(part.source[0] for part in firsts)),)
@@ -164,11 +166,10 @@ def _alike(p: Piece, q: Piece, origin: tuple[int, ...]) -> bool:
 
 
 def join_runs(pieces: Sequence[Piece], dim: int) -> tuple[Piece, ...]:
-    """Merge neighbours along ``dim`` that differ only in the source tensor into one piece over a run.
+    """Merge neighbours along ``dim`` that differ only in the source tensor.
 
-    This is what makes a stack of experts one entry, however many experts there are. Only neighbours in the
-    order of ``pieces`` are tried: parts come in the order in which they lie, and to look further would make
-    what was joined depend on what lies beside it.
+    A stack of experts thereby becomes one piece. Only neighbours in the order of ``pieces`` are tried, so
+    that the result does not depend on other pieces.
     """
     runs: list[list[Piece]] = []
     for p in pieces:
@@ -216,7 +217,7 @@ def reshape(pieces: Sequence[Piece], shape: Sequence[int], target: Sequence[int]
 def _groups(shape: Sequence[int], target: Sequence[int]) -> list[tuple[range, range]]:
     """Match runs of old and new dimensions with equal products, as a view does.
 
-    What lies in different groups is independent: (6, 4) to (2, 3, 4) splits the 6 and leaves the 4 alone.
+    Different groups are independent: (6, 4) to (2, 3, 4) splits the 6 and keeps the 4.
     """
     groups: list[tuple[range, range]] = []
     i = j = 0
@@ -272,11 +273,11 @@ def _reshape_piece(
 
 
 def _merge(origin: list[int], axes: list[Digits], sizes: list[int]) -> list[tuple[int, int, Digits]]:
-    """A box of several dimensions as ``(start, offset, digits)`` runs of their joint row-major order.
+    """Return a box as ``(start, offset, digits)`` runs of its joint row-major order.
 
-    From the innermost dimension outwards. A run is of indices that follow each other, whatever addresses they
-    have: where a dimension is covered whole, the one above it only adds digits; where it is not, each row of
-    the one above is a run of its own.
+    It starts at the innermost dimension. The indices of a run are consecutive, its addresses are arbitrary.
+    If a dimension is covered whole, the one above it only adds digits; otherwise each row of the one above is
+    a separate run.
     """
     if not sizes:
         return [(0, 0, ())]
@@ -290,7 +291,7 @@ def _merge(origin: list[int], axes: list[Digits], sizes: list[int]) -> list[tupl
             _, offset, digits = parts[0]
             parts = [(start * below, offset, (*axis, *digits))]
         elif extent(axis) == 1:
-            # A single row moves what is there to its place, and its address is in the piece's offset already.
+            # A single row only moves the parts; the piece's offset already has its address.
             parts = [(start * below + at, offset, digits) for at, offset, digits in parts]
         else:
             rows = [(i, cut(axis, i, i + 1)[0][1]) for i in range(extent(axis))]
@@ -308,10 +309,10 @@ def _merge(origin: list[int], axes: list[Digits], sizes: list[int]) -> list[tupl
 def _split(
     start: int, offset: int, digits: Digits, sizes: list[int]
 ) -> list[tuple[tuple[int, ...], int, tuple[Digits, ...]]]:
-    """A run of a row-major order as boxes over dimensions of ``sizes``: ``(origin, offset, axes)`` of each.
+    """Return a run of a row-major order as boxes: ``(origin, offset, axes)`` of each.
 
-    One dimension is split off at a time. A head row, whole rows and a tail row are apart, since a box has the
-    same columns in each of its rows.
+    The boxes are over dimensions of ``sizes``, split off one at a time. Head row, whole rows and tail row are
+    separate, since a box has the same columns in each of its rows.
     """
     if not sizes:
         return [((), offset, ())]
@@ -322,8 +323,8 @@ def _split(
     out: list[tuple[tuple[int, ...], int, tuple[Digits, ...]]] = []
     for at, stop in _rows(start, start + count, below):
         for position, part_offset, part in cut(digits, at - start, stop - start):
-            here = at + position
-            row, column = divmod(here, below)
+            index = at + position
+            row, column = divmod(index, below)
             halves = split_at(part, below) if extent(part) >= below and column == 0 else None
             if halves is not None:
                 # Digits that fall apart at the row's end: all rows alike, in one box.
@@ -336,12 +337,12 @@ def _split(
                 for inner_origin, inner_offset, inner_axes in _split(column, 0, part, sizes[1:]):
                     out.append(((row, *inner_origin), offset + part_offset + inner_offset, ((), *inner_axes)))
             else:
-                out += _split_rows(here, offset + part_offset, part, sizes)
+                out += _split_rows(index, offset + part_offset, part, sizes)
     return out
 
 
 def _rows(start: int, stop: int, below: int) -> list[tuple[int, int]]:
-    """``[start, stop)`` cut into a partial head row, whole rows, and a partial tail row."""
+    """Cut ``[start, stop)`` into a partial head row, whole rows, and a partial tail row."""
     first_whole = -(-start // below) * below
     last_whole = stop // below * below
     if first_whole >= last_whole:

@@ -1,8 +1,8 @@
-"""Strided runs of a row-major order as boxes: which part of a tensor a copy touches, dimension by dimension.
+"""Strided runs of a row-major order as boxes of a tensor.
 
-A copy addresses a tensor by element number. Where the tensor has to be computed first, and not read, its
-region is wanted as a box. Dimensions are split where a stride asks for it (``n`` into ``n / q`` and ``q``),
-so that a box holds little or nothing that the copy does not want.
+A copy addresses a tensor by element number. A tensor that has to be computed first is wanted as boxes.
+Dimensions are split where a stride asks for it (``n`` into ``n / q`` and ``q``), so that a box holds few or
+no elements that the copy does not want.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from zerostart.geometry.digits import row_major_strides
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A box of a tensor whose dimensions were split, and a copy out of it."""
+    """A box of a tensor with split dimensions, and a copy out of it."""
 
     #: For each dimension of the tensor the sizes that it is split into.
     factors: tuple[tuple[int, ...], ...]
-    #: Of the split shape.
+    #: Box of the split shape.
     box: Box
     #: Address of the first destination.
     to: int
@@ -31,7 +31,7 @@ class Region:
 
 
 def regions(shape: Sequence[int], copy: Copy) -> Iterator[Region]:
-    """The regions of a tensor of ``shape`` that ``copy`` takes its elements from; disjoint in destination."""
+    """Yield the regions of a tensor that ``copy`` reads; their destinations are disjoint."""
     factors: list[tuple[int, ...]] = [(size,) for size in shape]
     for _, stride, _ in copy.loops:
         if stride:
@@ -53,24 +53,24 @@ def split_region(region: Region, limit: int) -> Iterator[Region]:
     number = max(moving, key=lambda n: region.loops[n][1])
     size, stride, _ = region.loops[number]
     dim, step = _dimension(region.box.extent, inside, stride)
-    # Of this dimension what the other loops reach beyond the last step: each part keeps it.
-    others = region.box.extent[dim] - 1 - (size - 1) * step
-    most = max(1, (limit // inside[dim] - others - 1) // step + 1)
-    for part in _split_loop(region, number, most):
+    # The steps of other loops beyond the last step of this one: each part keeps them.
+    reach = region.box.extent[dim] - 1 - (size - 1) * step
+    steps_per_part = max(1, (limit // inside[dim] - reach - 1) // step + 1)
+    for part in _split_loop(region, number, steps_per_part):
         yield from split_region(part, limit)
 
 
-def _split_loop(region: Region, number: int, most: int) -> Iterator[Region]:
-    """Split ``region`` into parts of ``most`` steps of its loop ``number``."""
+def _split_loop(region: Region, number: int, steps_per_part: int) -> Iterator[Region]:
+    """Split ``region`` into parts of ``steps_per_part`` steps of its loop ``number``."""
     size, _, place = region.loops[number]
     old = row_major_strides(region.box.extent)
     steps = [_dimension(region.box.extent, old, loop[1]) if loop[1] else (0, 0) for loop in region.loops]
     dim, step = steps[number]
-    for first in range(0, size, most):
-        count = min(most, size - first)
+    for first in range(0, size, steps_per_part):
+        count = min(steps_per_part, size - first)
         origin, extent = list(region.box.origin), list(region.box.extent)
         origin[dim] += first * step
-        # The box shrinks by the steps that are gone; what other loops add to this dimension stays.
+        # The box shrinks by the missing steps; steps of other loops in this dimension remain.
         extent[dim] -= (size - count) * step
         new = row_major_strides(extent)
         loops = [(loop[0], new[d] * n, loop[2]) for loop, (d, n) in zip(region.loops, steps, strict=True)]
@@ -107,12 +107,12 @@ def _boxes(
             steps.append((0, 0))
             continue
         dim, step = _dimension(shape, strides, stride)
-        # More steps than this dimension has room for, with what other loops add to it: the loop carries.
+        # The loop carries if it and the other loops have more steps than this dimension has room for.
         if size > -(-(shape[dim] - origin[dim] - (extent[dim] - 1)) // step):
             for first, part in _cut(loops[number], shape[dim], step, origin[dim], extent[dim] - 1):
-                rest = [*loops[:number], *part, *loops[number + 1 :]]
+                inner_loops = [*loops[:number], *part, *loops[number + 1 :]]
                 _, source, place = loops[number]
-                yield from _boxes(factors, shape, start + first * source, to + first * place, rest)
+                yield from _boxes(factors, shape, start + first * source, to + first * place, inner_loops)
             return
         extent[dim] += (size - 1) * step
         steps.append((dim, step))
@@ -125,23 +125,23 @@ def _boxes(
 
 
 def _cut(loop: Loop, rows: int, step: int, at: int, taken: int) -> Iterator[tuple[int, list[Loop]]]:
-    """Cut a loop that runs out of its dimension of ``rows``: ``(first step, loops)`` of the parts.
+    """Cut a loop that exceeds its dimension of ``rows``: yield ``(first step, loops)``.
 
-    ``at`` is where in the dimension it starts, and ``taken`` what other loops add to that.
+    ``at`` is its start in the dimension, and ``taken`` the extent of other loops there.
     """
     size, stride, place = loop
     first = 0
     while first < size:
-        here = (at + first * step) % rows
-        left = size - first
-        each = rows // step
-        if rows % step == 0 and here < step and not taken and left >= each:
-            whole = left // each
-            outer = [(whole, stride * each, place * each)] if whole > 1 else []
-            yield first, [*outer, (each, stride, place)] if each > 1 else outer
-            first += whole * each
+        row = (at + first * step) % rows
+        remaining = size - first
+        steps_per_row = rows // step
+        if rows % step == 0 and row < step and not taken and remaining >= steps_per_row:
+            whole = remaining // steps_per_row
+            outer = [(whole, stride * steps_per_row, place * steps_per_row)] if whole > 1 else []
+            yield first, [*outer, (steps_per_row, stride, place)] if steps_per_row > 1 else outer
+            first += whole * steps_per_row
             continue
-        count = max(1, min(left, -(-(rows - here - taken) // step)))
+        count = max(1, min(remaining, -(-(rows - row - taken) // step)))
         yield first, [(count, stride, place)] if count > 1 else []
         first += count
 

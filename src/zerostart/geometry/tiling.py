@@ -1,9 +1,9 @@
-"""Whether strided fragments cover a range of addresses exactly once, decided on integers.
+"""Check on integers that strided fragments cover a range of addresses exactly once.
 
 A single fragment ``start + sum(i_k * stride_k)`` covers ``[0, n)`` exactly once if and only if its strides,
 from the smallest, are 1 and then each the product of the sizes below it: a positional number system (N. G. de
-Bruijn, *On number systems*, 1956). Several fragments are reduced to that: by the period that they have in
-common, and by the parts of the range that none of them crosses.
+Bruijn, *On number systems*, 1956). Several fragments are reduced to that by their common period, and by the
+parts of the range that no fragment crosses.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ COUNTED = 1 << 22
 
 
 def tiles(fragments: Iterable[Strided], count: int) -> bool:
-    """Whether the fragments together have every address of ``[0, count)`` once, and no other.
+    """True if the fragments cover every address of ``[0, count)`` once, and no other.
 
-    False as well for more than ``COUNTED`` addresses in an order for which no reduction is known.
+    Also false for more than ``COUNTED`` addresses in an order that no reduction handles.
     """
-    found = [(start, _merged(loops)) for start, loops in fragments]
-    if any(stride < 1 for _, loops in found for _, stride in loops):
+    merged = [(start, _merged(loops)) for start, loops in fragments]
+    if any(stride < 1 for _, loops in merged for _, stride in loops):
         return False
-    # With as many elements as addresses, "each at least once" and "each at most once" are the same question.
-    if sum(prod(size for size, _ in loops) for _, loops in found) != count:
+    # As many elements as addresses: "each at least once" and "each at most once" are the same question.
+    if sum(prod(size for size, _ in loops) for _, loops in merged) != count:
         return False
-    return _tile(found, 0, count)
+    return _tile(merged, 0, count)
 
 
 def _tile(fragments: Sequence[Strided], low: int, high: int) -> bool:
-    """The same for ``[low, high)``, where the number of elements is right already."""
+    """Do the same for ``[low, high)``, once the number of elements is right."""
     pending = [(list(fragments), low, high)]
     while pending:
         here, low, high = pending.pop()
@@ -47,7 +47,7 @@ def _tile(fragments: Sequence[Strided], low: int, high: int) -> bool:
                 return False
             continue
         # 1. Parts of the range that no fragment crosses are decided one by one.
-        groups = _apart(here, low, high)
+        groups = _separate(here, low, high)
         if groups is None:
             return False
         if len(groups) > 1:
@@ -83,8 +83,13 @@ def _span(loops: Iterable[tuple[int, int]]) -> int:
     return 1 + sum((size - 1) * stride for size, stride in loops)
 
 
-def _apart(fragments: Sequence[Strided], low: int, high: int) -> list[tuple[list[Strided], int, int]] | None:
-    """The fragments by parts of the range that none crosses; None where a part has too few or too many."""
+def _separate(
+    fragments: Sequence[Strided], low: int, high: int
+) -> list[tuple[list[Strided], int, int]] | None:
+    """Group the fragments by parts of the range that no fragment crosses.
+
+    None if a part has too few or too many elements.
+    """
     groups: list[tuple[list[Strided], int, int]] = []
     end = low
     for start, loops in sorted(fragments):
@@ -117,16 +122,16 @@ def _counted(fragments: Sequence[Strided], low: int, high: int) -> bool:
         return False
     import numpy as np  # which a catalog does without
 
-    seen = np.zeros(high - low, dtype=bool)
+    is_covered = np.zeros(high - low, dtype=bool)
     for start, loops in fragments:
         places = np.array([start - low])
         for size, stride in loops:
             places = (places[:, None] + np.arange(size) * stride).reshape(-1)
-        if places.min() < 0 or places.max() >= len(seen):
+        if places.min() < 0 or places.max() >= len(is_covered):
             return False
-        seen[places] = True
+        is_covered[places] = True
     # As many elements as addresses: all seen means each once.
-    return bool(seen.all())
+    return bool(is_covered.all())
 
 
 # A strided view of a dense tensor as steps that move whole dimensions: split, slice, reorder, join.
@@ -136,13 +141,13 @@ Ints = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """How a view is had from its base, in this order, and how it lies in it."""
+    """Steps that make a view from its base: split, slice, join, reorder."""
 
     #: The dimensions of the base from the largest stride to the smallest.
     order: Ints
-    #: Those dimensions, split.
+    #: Sizes of those dimensions after the split.
     split: Ints
-    #: Of each split dimension the part that is taken.
+    #: Start of the slice of each split dimension.
     starts: Ints
     counts: Ints
     #: The shape that the taken parts are joined to: the view's dimensions from the largest stride on.
@@ -159,7 +164,7 @@ class View:
 def view_within(
     shape: Ints, strides: Ints, offset: int, view_shape: Ints, view_strides: Ints, view_offset: int
 ) -> View | None:
-    """The view of a tensor of ``shape`` and ``strides``, if it can be had by steps; offsets in elements.
+    """Return the steps to a view of a tensor of ``shape`` and ``strides``; offsets in elements.
 
     None for a view whose elements overlap, that leaves the tensor, or whose runs cross its rows.
     """
@@ -186,19 +191,19 @@ def view_within(
     starts = [first // low % size for low, size in zip(bounds, split, strict=True)]
     # 2. From the innermost outwards: each loop takes a part of one, or all of several and a part of the next.
     counts = [1] * len(split)
-    left, waiting = 1, list(loops)
+    remaining, waiting = 1, list(loops)
     for k in range(len(split) - 1, -1, -1):
         if waiting and waiting[-1][0] == bounds[k]:
-            if left > 1:
+            if remaining > 1:
                 return None
-            left = waiting.pop()[1]
-        if starts[k] + left <= split[k]:
-            counts[k], left = left, 1
-        elif starts[k] == 0 and left % split[k] == 0:
-            counts[k], left = split[k], left // split[k]
+            remaining = waiting.pop()[1]
+        if starts[k] + remaining <= split[k]:
+            counts[k], remaining = remaining, 1
+        elif starts[k] == 0 and remaining % split[k] == 0:
+            counts[k], remaining = split[k], remaining // split[k]
         else:
             return None
-    if left > 1 or waiting:
+    if remaining > 1 or waiting:
         return None
     joined = [n for _, n, _ in loops]
     turned = [next(i for i, (_, _, at) in enumerate(loops) if at == d) for d in moving]
@@ -221,9 +226,9 @@ def _box(
     origin, extent = [0] * len(order), [1] * len(order)
     for d, size, step in zip(order, sizes, dense, strict=True):
         inside = [k for k, low in enumerate(bounds) if step <= low < step * size]
-        taken = [k for k in inside if counts[k] > 1]
-        # Inside of the outermost that moves all has to be taken whole, or there are gaps.
-        if taken and any(k > taken[0] and counts[k] != split[k] for k in inside):
+        moving = [k for k in inside if counts[k] > 1]
+        # Inside the outermost moving part all must be whole, otherwise there are gaps.
+        if moving and any(k > moving[0] and counts[k] != split[k] for k in inside):
             return None
         origin[d] = sum(starts[k] * (bounds[k] // step) for k in inside)
         extent[d] = prod(counts[k] for k in inside)
@@ -232,7 +237,7 @@ def _box(
 
 def without(box: Box, other: Box) -> list[Box]:
     """Disjoint boxes that cover what ``box`` has and ``other`` has not."""
-    found: list[Box] = []
+    boxes: list[Box] = []
     origin, extent = list(box.origin), list(box.extent)
     for d in range(len(origin)):
         low, high = origin[d], origin[d] + extent[d]
@@ -242,6 +247,6 @@ def without(box: Box, other: Box) -> list[Box]:
         for at, end in ((low, start), (stop, high)):
             if at < end:
                 first, size = (*origin[:d], at, *origin[d + 1 :]), (*extent[:d], end - at, *extent[d + 1 :])
-                found.append(Box(first, size))
+                boxes.append(Box(first, size))
         origin[d], extent[d] = start, stop - start
-    return found
+    return boxes

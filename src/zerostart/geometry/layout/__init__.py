@@ -1,4 +1,7 @@
-"""Layouts: which elements of a parameter a rank holds, and where in its local storage. Pure integers."""
+"""Layouts: the elements of a parameter on a rank, and their places in its storage.
+
+Pure integers.
+"""
 
 from zerostart.geometry.layout.layout import (
     Layout,

@@ -1,7 +1,7 @@
 """One rank's share of one parameter.
 
-A layout lists boxes of the unsharded parameter with the place of each in the rank's local storage, which
-is one row of elements. What no box covers is padding and holds zeros.
+A layout lists boxes of the unsharded parameter with the place of each in the rank's local storage, which is
+one row of elements. Elements outside all boxes are padding and hold zeros.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from zerostart.geometry import Box, copies_between, row_major_boxes, row_major_s
 
 @dataclass(frozen=True, slots=True)
 class LocalBox:
-    """A box of the parameter; its element ``origin + index`` lies at ``to + sum(index * strides)``."""
+    """A box of the parameter, and its place in the local storage.
+
+    Element ``origin + index`` of the box is stored at ``to + sum(index * strides)``.
+    """
 
     box: Box
     #: Element of the local storage.
@@ -30,7 +33,7 @@ class LocalBox:
 class Layout:
     """One rank's share of a parameter."""
 
-    #: Of the unsharded parameter.
+    #: Shape of the unsharded parameter.
     shape: tuple[int, ...]
     #: Elements of the local storage, padding included.
     numel: int
@@ -45,19 +48,22 @@ class Layout:
         # same places.
         total = sum(placed.box.numel for placed in self.boxes)
         first, stop = total * number // count, total * (number + 1) // count
-        kept: list[LocalBox] = []
+        parts: list[LocalBox] = []
         begin = 0
         for placed in self.boxes:
             box, end = placed.box, begin + placed.box.numel
             for inner in row_major_boxes(box.extent, max(first - begin, 0), min(stop, end) - begin):
                 origin = tuple(a + b for a, b in zip(box.origin, inner.origin, strict=True))
-                moved = sum(o * s for o, s in zip(inner.origin, placed.strides, strict=True))
-                kept.append(LocalBox(Box(origin, inner.extent), placed.to + moved, placed.strides))
+                offset = sum(o * s for o, s in zip(inner.origin, placed.strides, strict=True))
+                parts.append(LocalBox(Box(origin, inner.extent), placed.to + offset, placed.strides))
             begin = end
-        return Layout(self.shape, self.numel, stop - first, tuple(kept))
+        return Layout(self.shape, self.numel, stop - first, tuple(parts))
 
     def runs(self) -> list[tuple[int, int, int]]:
-        """The share as unbroken runs ``(first element of the row-major order, count, place in storage)``."""
+        """Return the share as unbroken runs.
+
+        Each is ``(first element of the row-major order, count, place in storage)``.
+        """
         runs: list[tuple[int, int, int]] = []
         for placed in self.boxes:
             for piece in whole("", self.shape):
@@ -147,10 +153,10 @@ class Section:
         for inner in layout.boxes:
             for origin, start, extent in self._meeting(inner.box):
                 # The storage stays where it is: the part begins as far in it as it does in the inner box.
-                moved = sum(
+                offset = sum(
                     (s - o) * t for s, o, t in zip(start, inner.box.origin, inner.strides, strict=True)
                 )
-                placed.append(LocalBox(Box(origin, extent), inner.to + moved, inner.strides))
+                placed.append(LocalBox(Box(origin, extent), inner.to + offset, inner.strides))
         return Layout(self.whole, layout.numel, layout.owned, tuple(placed))
 
     def section(self, inner: Section) -> Section:
@@ -163,8 +169,8 @@ class Section:
         boxes = []
         for box, place in inner.boxes:
             for origin, start, extent in self._meeting(box):
-                moved = tuple(p + s - o for p, s, o in zip(place, start, box.origin, strict=True))
-                boxes.append((Box(origin, extent), moved))
+                place_in_result = tuple(p + s - o for p, s, o in zip(place, start, box.origin, strict=True))
+                boxes.append((Box(origin, extent), place_in_result))
         return Section(self.whole, inner.shape, tuple(boxes))
 
     def _meeting(self, local: Box) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
@@ -180,7 +186,7 @@ class Section:
 
 
 def entire(shape: Sequence[int]) -> Section:
-    """The whole parameter; one without dimensions too, which ``ranged`` has no dimension to cut for."""
+    """Return the whole parameter as a section, also one without dimensions."""
     return ranged(shape, 0, [(0, shape[0])]) if shape else Section((), (), ((Box((), ()), ()),))
 
 
@@ -190,10 +196,10 @@ def chunk(shape: Sequence[int], dim: int, rank: int, size: int) -> Section:
 
 
 def packed(shape: Sequence[int], dim: int, parts: Sequence[int], rank: int, size: int) -> Section:
-    """``dim`` holds fused parts of sizes ``parts``; each is chunked by itself, and a rank's are fused again.
+    """Chunk each fused part of ``dim`` by itself, and fuse the chunks of a rank.
 
-    Equal parts that divide evenly are DTensor's ``_StridedShard(dim, split_factor=len(parts))``. Raises
-    ValueError where the parts do not add up to the dimension.
+    ``parts`` are the sizes of the parts. Equal parts that divide evenly are DTensor's ``_StridedShard(dim,
+    split_factor=len(parts))``. Raises ValueError if the parts do not add up to the dimension.
     """
     if sum(parts) != shape[dim]:
         raise ValueError(
@@ -209,14 +215,14 @@ def packed(shape: Sequence[int], dim: int, parts: Sequence[int], rank: int, size
 
 
 def ranged(shape: Sequence[int], dim: int, ranges: Sequence[tuple[int, int]]) -> Section:
-    """The local tensor that has these index ranges of ``dim``, one after the other, and all of the rest."""
+    """Return the section with these index ranges of ``dim``, one after the other."""
     dim %= len(shape)
     head, tail = tuple(shape[:dim]), tuple(shape[dim + 1 :])
     boxes, at = [], 0
     for low, high in ranges:
         place = (0,) * dim + (at,) + (0,) * len(tail)
         box = Box((0,) * dim + (low,) + (0,) * len(tail), (*head, high - low, *tail))
-        # A rank that has nothing of the parameter has no boxes, by which it is known.
+        # A rank without a part of the parameter has no boxes.
         if prod(box.extent):
             boxes.append((box, place))
         at += high - low
@@ -246,7 +252,7 @@ class FlatRules:
         step = PARAMETER_BYTES // gcd(PARAMETER_BYTES, itemsize) if self.aligned else 1
         offsets, end = [0] * len(numels), 0
         for position in order:
-            # The last one is followed by the padding of the group alone.
+            # Only the padding of the group follows the last parameter.
             end += -end % step
             offsets[position] = end
             end += numels[position]
@@ -256,14 +262,14 @@ class FlatRules:
 
 @dataclass(frozen=True, slots=True)
 class FlatGroup:
-    """Parameters in one flat buffer of ``numel`` elements; what none of them covers is zero."""
+    """Parameters in one flat buffer of ``numel`` elements; gaps between them are zero."""
 
     offsets: tuple[int, ...]
     numels: tuple[int, ...]
     numel: int
 
     def share(self, place: int, shape: Sequence[int], partitions: int) -> Callable[[int], Layout]:
-        """Of the parameter number ``place``, of ``shape``: what lies in each rank's part of the buffer."""
+        """Return the layout of each rank's part of parameter number ``place``."""
         offset, numel, size = self.offsets[place], self.numels[place], self.numel // partitions
         nothing = flat_run(shape, 0, 0)  # what all ranks but one or two have of it, in a large world
 
@@ -290,7 +296,7 @@ def _dealt(count: int, partitions: int) -> list[int]:
 
 
 def flat_run(shape: Sequence[int], start: int, stop: int) -> Layout:
-    """The elements ``start`` to ``stop`` of the row-major order, one after the other, without padding."""
+    """Return the elements ``start`` to ``stop`` of the row-major order, without padding."""
     strides = row_major_strides(shape)
     placed = []
     for box in row_major_boxes(shape, start, min(stop, prod(shape))):
@@ -300,17 +306,17 @@ def flat_run(shape: Sequence[int], start: int, stop: int) -> Layout:
 
 
 def narrowed(layout: Layout, start: int, stop: int) -> Layout:
-    """The elements ``start`` to ``stop`` of the local storage of ``layout``, as a layout of them alone."""
-    kept = []
+    """Return the layout of the elements ``start`` to ``stop`` of a local storage."""
+    boxes = []
     for placed in itertools.chain.from_iterable(map(_unbroken, layout.boxes)):
         count = prod(placed.box.extent)
         low, high = max(start - placed.to, 0), min(stop - placed.to, count)
         for inner in row_major_boxes(placed.box.extent, low, max(low, high)):
             origin = tuple(a + b for a, b in zip(placed.box.origin, inner.origin, strict=True))
-            moved = sum(o * s for o, s in zip(inner.origin, placed.strides, strict=True))
-            kept.append(LocalBox(Box(origin, inner.extent), placed.to + moved - start, placed.strides))
+            offset = sum(o * s for o, s in zip(inner.origin, placed.strides, strict=True))
+            boxes.append(LocalBox(Box(origin, inner.extent), placed.to + offset - start, placed.strides))
     owned = min(max(layout.owned - start, 0), stop - start)
-    return Layout(layout.shape, stop - start, owned, tuple(kept))
+    return Layout(layout.shape, stop - start, owned, tuple(boxes))
 
 
 def _unbroken(placed: LocalBox) -> Iterator[LocalBox]:
@@ -322,5 +328,5 @@ def _unbroken(placed: LocalBox) -> Iterator[LocalBox]:
         origin = tuple(
             o + i for o, i in zip(placed.box.origin, (*index, *[0] * len(extent[split:])), strict=True)
         )
-        moved = sum(i * stride for i, stride in zip(index, placed.strides, strict=False))
-        yield LocalBox(Box(origin, (1,) * split + tuple(extent[split:])), placed.to + moved, placed.strides)
+        offset = sum(i * stride for i, stride in zip(index, placed.strides, strict=False))
+        yield LocalBox(Box(origin, (1,) * split + tuple(extent[split:])), placed.to + offset, placed.strides)

@@ -1,7 +1,7 @@
-"""Expert and tensor parallel plans in one form: for each parameter, how a mesh axis cuts it.
+"""Expert and tensor parallel plans: how a mesh axis cuts each parameter.
 
-Whatever declares a plan (transformers' styles, the caller's mapping), it becomes a ``ParallelPlan``:
-parameter names with a ``ShardSpec``, and module names with the style in which they run.
+Every declaration (transformers' styles, the caller's mapping) becomes a ``ParallelPlan``: parameter names
+with a ``ShardSpec``, and module names with the style in which they run.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from zerostart.errors import ConfigError
 from zerostart.geometry.layout.layout import Section, entire, packed, ranged
 
-# Who shares what: the ranks of a world as a mesh, in integers alone.
+# The ranks of a world as a mesh, in integers.
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Mesh:
 
     @property
     def parallel(self) -> bool:
-        """Whether any parameter is cut before the engine shards it."""
+        """True if a mesh axis cuts parameters before the engine shards them."""
         return self.expert_parallel > 1 or self.tensor_parallel > 1
 
     def tensor(self, rank: int) -> tuple[int, int]:
@@ -57,7 +57,10 @@ class Mesh:
         return rank % self.tensor_parallel, self.tensor_parallel
 
     def data(self, rank: int) -> tuple[int, int]:
-        """Rank and size among those that hold one section of a dense parameter; each has its own batch."""
+        """Rank and size among the owners of one section of a dense parameter.
+
+        Each owner has its own batch.
+        """
         return rank // self.tensor_parallel, self.world_size // self.tensor_parallel
 
     def batch(self, rank: int) -> tuple[int, int]:
@@ -82,7 +85,7 @@ class ShardSpec:
     parts: int = 1
 
     def section(self, shape: Sequence[int], rank: int, size: int) -> Section:
-        """What ``rank`` of ``size`` gets. Raises ValueError where the shape does not fit."""
+        """Return the section of ``rank`` of ``size``. Raises ValueError if the shape does not fit."""
         dim = self.dim % len(shape)
         each, rest = divmod(shape[dim], self.parts)
         if rest:
@@ -94,17 +97,17 @@ class ShardSpec:
 
 @dataclass(frozen=True, slots=True)
 class Ranges:
-    """A cut along ``dim`` at any places: each rank has its index ranges ``(first, stop)``, in that order.
+    """A cut along ``dim`` into index ranges ``(first, stop)`` for each rank, in order.
 
-    What an engine decides by rules of its own: heads that are shared out unevenly, parts of several sizes,
-    blocks that are dealt.
+    An engine may decide these by its own rules: heads shared unevenly, parts of several sizes, blocks in
+    turn.
     """
 
     dim: int
     ranks: tuple[tuple[tuple[int, int], ...], ...]
 
     def section(self, shape: Sequence[int], rank: int, size: int) -> Section:
-        """What ``rank`` gets. Raises ValueError for other than the ranks that were told of."""
+        """Return the section of ``rank``. Raises ValueError for another number of ranks."""
         if size != len(self.ranks):
             raise ValueError(f"a shard specification for {len(self.ranks)} ranks was applied to {size} ranks")
         return ranged(shape, self.dim, self.ranks[rank])
@@ -112,7 +115,7 @@ class Ranges:
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """A plan for one mesh axis: cuts by parameter name, and styles of forward by module name."""
+    """A plan for one mesh axis: cuts by parameter name, forward styles by module name."""
 
     cuts: Mapping[str, ShardSpec | Ranges] = field(default_factory=dict)
     modules: Mapping[str, str] = field(default_factory=dict)
@@ -147,9 +150,9 @@ _FORMER_STYLES = ("ep_router", "moe_tp_experts")
 
 
 def shard_spec_of(style: str, name: str, dimensions: int) -> ShardSpec | None:
-    """The cut of the parameter ``name`` under a tensor-parallel style; None where every rank has it whole.
+    """Return the cut of the parameter ``name`` under a tensor-parallel style.
 
-    Raises ConfigError for a style that is not known.
+    None if every rank has it whole. Raises ConfigError for an unknown style.
     """
     if style not in TENSOR_STYLES:
         raise ConfigError(
@@ -160,9 +163,9 @@ def shard_spec_of(style: str, name: str, dimensions: int) -> ShardSpec | None:
 
 
 def expand(rules: Mapping[str, str], name: str, parameter: bool) -> str | None:
-    """The rule for a module or parameter: by its name with ``*`` for layer numbers, else by its module's.
+    """Return the rule for a module or parameter.
 
-    A parameter falls under its module's rule, a module under no other's. Source:
+    It is found by the name with ``*`` for layer numbers, for a parameter also by its module's name. Source:
     ``transformers/distributed/parallel_utils.py``, ``_get_parameter_plan``.
     """
     for exact in _spellings(name):
@@ -179,8 +182,8 @@ def _spellings(name: str) -> tuple[str, str]:
 
 def rules_without(rules: Mapping[str, str], plan: ParallelPlan) -> dict[str, str]:
     """The rules of other parameters and modules than those that ``plan`` names."""
-    known = {spelling for name in (*plan.cuts, *plan.modules) for spelling in _spellings(name)}
-    return {name: style for name, style in rules.items() if name not in known}
+    named = {spelling for name in (*plan.cuts, *plan.modules) for spelling in _spellings(name)}
+    return {name: style for name, style in rules.items() if name not in named}
 
 
 def tensor_plan(
@@ -202,10 +205,10 @@ def tensor_plan(
 def expert_plan(
     rules: Mapping[str, str], parameters: Mapping[str, int], modules: Sequence[str]
 ) -> ParallelPlan:
-    """A plan out of transformers' expert-parallel styles. Raises ConfigError for one that is not known.
+    """Make a plan out of transformers' expert-parallel styles. Raises ConfigError for others.
 
-    Styles of tensors in it would cut the dense part over the same ranks: it stays whole, with the batch of
-    each rank its own.
+    Styles of tensors in it would cut the dense part over the same ranks. The dense part is therefore whole,
+    and each rank has its own batch.
     """
     unknown = sorted(set(rules.values()) - set(EXPERT_STYLES) - set(TENSOR_STYLES) - set(_FORMER_STYLES))
     if unknown:
@@ -224,7 +227,10 @@ def expert_plan(
 
 @dataclass(frozen=True)
 class Parallelism:
-    """A mesh, and what it does to a model's parameters, whose unsharded shapes are ``shapes``."""
+    """A mesh, and the cuts that it makes in a model's parameters.
+
+    ``shapes`` are the unsharded shapes of the parameters.
+    """
 
     mesh: Mesh
     experts: ParallelPlan = field(default_factory=ParallelPlan)
@@ -232,11 +238,14 @@ class Parallelism:
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def is_expert(self, name: str) -> bool:
-        """Whether the parameter ``name`` is cut by experts."""
+        """True if ``name`` is cut by experts."""
         return name in self.experts.cuts
 
     def cut(self, name: str) -> ShardSpec | Ranges | None:
-        """The cut of ``name``; parameters with an equal one and an equal shape lie alike on every rank."""
+        """Return the cut of ``name``, None without one.
+
+        Parameters with equal cuts and shapes have equal layouts on every rank.
+        """
         return self.experts.cuts.get(name) or self.tensors.cuts.get(name)
 
     def section(self, name: str, shape: Sequence[int], rank: int) -> Section:
@@ -247,7 +256,7 @@ class Parallelism:
         return cut.section(shape, *self.mesh.tensor(rank)) if cut is not None else entire(shape)
 
     def expert_sections(self, name: str) -> list[Section]:
-        """What each rank of an expert-parallel group gets of the experts' parameter ``name``."""
+        """List the sections of an experts' parameter on the ranks of an expert-parallel group."""
         return [self.section(name, self.shapes[name], r) for r in range(self.mesh.expert_parallel)]
 
     def owners(self, name: str, rank: int) -> tuple[int, int]:
@@ -255,8 +264,8 @@ class Parallelism:
         return self.mesh.expert_data(rank) if name in self.experts.cuts else self.mesh.data(rank)
 
     def holders(self, name: str, rank: int) -> tuple[int, int]:
-        """Place and number of ``rank`` among those with the same share of ``name``, once its owners share it.
+        """Place and number of ``rank`` among the holders of its share of ``name``.
 
-        Sections that no axis cuts are the same on all ranks that share tensors.
+        Sections that no axis cuts are equal on all ranks that share tensors.
         """
         return self.mesh.tensor(rank) if self.cut(name) is None else (0, 1)
