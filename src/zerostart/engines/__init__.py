@@ -1,4 +1,4 @@
-"""Engines: how each shards a parameter, and how empty shards are made that it accepts as its own."""
+"""Engines: each shards parameters, and makes empty shards that it accepts."""
 
 from __future__ import annotations
 
@@ -71,10 +71,9 @@ __all__ = [
 
 
 def contexts_aside() -> contextlib.AbstractContextManager[None]:
-    """Context manager in which an open context of an engine, such as ``zero.Init``, leaves models alone.
+    """Context in which an open context of an engine, such as ``zero.Init``, ignores models.
 
-    Raises UnsupportedVersionError for a DeepSpeed whose ``zero.Init`` cannot be suspended, where one is
-    open.
+    Raises UnsupportedVersionError if an open ``zero.Init`` cannot be suspended.
     """
     from zerostart.upstream.deepspeed.zero3_partitions import contexts_aside as aside
 

@@ -1,9 +1,9 @@
-"""What an engine's hooks would do to a call of a module beside their own work, and how it is kept from them.
+"""Keep an engine's hooks from changing the arguments and tensors of module calls.
 
 ZeRO-3 and FSDP2 gather parameters in hooks around a module's forward, and rebuild lists and dicts among the
-arguments on the way. Code that changes such an argument in place (the feature caches of video VAEs) would
-then change a copy. And what is gathered under ``torch.inference_mode()`` are inference tensors, which stay
-in the engine's hands and fail in the next backward.
+arguments. Code that changes such an argument in place (the feature caches of video VAEs) would change a copy.
+Parameters gathered under ``torch.inference_mode()`` are inference tensors, which remain in the engine and
+fail in the next backward.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-#: A container of the caller's, the engine's copy of it, and what the copy held when it was handed on.
+#: A container of the caller, the engine's copy of it, and the first contents of the copy.
 Rebuilt = tuple[Any, Any, Any]
 
 
 def has_containers(values: Any) -> bool:
-    """Whether a list or a dict is among ``values``, or within tuples there."""
+    """True if a list or a dict is among ``values``, or in tuples there."""
     return any(
         isinstance(value, (list, dict)) or (isinstance(value, tuple) and has_containers(value))
         for value in values
@@ -27,10 +27,10 @@ def has_containers(values: Any) -> bool:
 
 
 class OutsideInferenceMode:
-    """Leaves ``torch.inference_mode()``, without gradients, until ``close`` is called.
+    """Leaves ``torch.inference_mode()``, without gradients, until ``close``.
 
-    Inputs from inside it may not be changed in place out here: modules get copies, and what they do to these
-    is done to the inputs in the end.
+    Inference tensors may not be changed in place outside. Modules receive copies, and changes of these are
+    copied back in the end.
     """
 
     def __init__(self) -> None:
@@ -59,27 +59,35 @@ class OutsideInferenceMode:
 def leave_inference_mode(
     args: tuple[object, ...], kwargs: dict[str, object]
 ) -> tuple[OutsideInferenceMode | None, tuple[object, ...], dict[str, object]]:
-    """Leave ``torch.inference_mode()`` for a call with these arguments, and the arguments for it.
+    """Leave ``torch.inference_mode()`` for a call, and return arguments for it.
 
-    Closing what is returned first enters the mode again; None where this thread is not in it.
+    ``close`` of the first result enters the mode again; None if this thread is not in it.
     """
     if not torch.is_inference_mode_enabled():
         return None, args, kwargs
-    left = OutsideInferenceMode()
-    return left, tuple(map(left.ordinary, args)), {key: left.ordinary(v) for key, v in kwargs.items()}
+    outside = OutsideInferenceMode()
+    return (
+        outside,
+        tuple(map(outside.ordinary, args)),
+        {key: outside.ordinary(v) for key, v in kwargs.items()},
+    )
 
 
-def rebuilt(given: object, handed: object) -> Iterator[Rebuilt]:
-    """The containers among ``given`` of which ``handed`` has a copy in the same place, outermost first."""
-    if isinstance(given, dict) and isinstance(handed, dict):
-        if given is not handed:
-            yield given, handed, dict(handed)
-        for key in given.keys() & handed.keys():
-            yield from rebuilt(given[key], handed[key])
-    elif isinstance(given, (list, tuple)) and type(given) is type(handed) and len(given) == len(handed):
-        if isinstance(given, list) and given is not handed:
-            yield given, handed, list(handed)
-        for one, other in zip(given, handed, strict=True):
+def rebuilt(original: object, handed: object) -> Iterator[Rebuilt]:
+    """Yield the containers of ``given`` that ``handed`` copies at the same place, outermost first."""
+    if isinstance(original, dict) and isinstance(handed, dict):
+        if original is not handed:
+            yield original, handed, dict(handed)
+        for key in original.keys() & handed.keys():
+            yield from rebuilt(original[key], handed[key])
+    elif (
+        isinstance(original, (list, tuple))
+        and type(original) is type(handed)
+        and len(original) == len(handed)
+    ):
+        if isinstance(original, list) and original is not handed:
+            yield original, handed, list(handed)
+        for one, other in zip(original, handed, strict=True):
             yield from rebuilt(one, other)
 
 
@@ -87,7 +95,7 @@ def write_back(pairs: list[Rebuilt]) -> None:
     """Write what changed in copies of containers back to the caller's own containers."""
     for given, handed, before in pairs:
         if isinstance(given, dict):
-            # By identity, not equality: tensors have no truth value, and their order counts.
+            # By identity, not equality: tensors have no truth value, and the order of keys counts.
             if list(handed) == list(before) and all(handed[key] is before[key] for key in before):
                 continue
             own = {id(before[key]): given[key] for key in before}

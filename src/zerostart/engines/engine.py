@@ -1,7 +1,8 @@
-"""An engine: how it loads, trains, keeps state and forecasts, resolved once for each job and handed on.
+"""Engine protocol: how an engine shards, trains, keeps state and forecasts memory.
 
-An outsider's engine is a subclass of ``Engine``, registered by name (``register_engine``, or the entry point
-group ``zerostart.engines``); ``zerostart.testing.EngineConformance`` is what it has to pass.
+One engine is resolved for each job and handed on. An outsider's engine is a subclass of ``Engine``,
+registered by name (``register_engine``, or the entry point group ``zerostart.engines``). It must pass
+``zerostart.testing.EngineConformance``.
 """
 
 # ruff: noqa: B027  # a method that an engine may leave out does nothing
@@ -35,19 +36,19 @@ from zerostart.upstream.accelerate.plugins import is_set
 class MasterReader(Protocol):
     """Reads parameters once more, as the checkpoint stores them, into fp32 memory; collective."""
 
-    def read(self, wanted: Sequence[tuple[str, torch.Tensor]]) -> None:
+    def read(self, outputs: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Fill each 1-D tensor with this rank's share of the parameter of that name."""
         ...
 
-    def read_runs(self, wanted: Sequence[tuple[str, int, torch.Tensor]]) -> None:
-        """Fill each 1-D tensor with a run of this rank's local tensor, from the element given."""
+    def read_runs(self, outputs: Sequence[tuple[str, int, torch.Tensor]]) -> None:
+        """Fill each 1-D tensor with a run of this rank's local tensor, from an element on."""
         ...
 
 
 class ShardMaker(Protocol):
-    """Makes one rank's empty shards of a model, in the form that the engine trains.
+    """Makes the empty shards of one rank, in the form that the engine trains.
 
-    ``device`` is where the model's buffers go, and what is read arrives.
+    ``device`` holds the model's buffers and receives the bytes that are read.
     """
 
     device: torch.device
@@ -64,7 +65,7 @@ class ShardMaker(Protocol):
         ...
 
     def finish(self, model: nn.Module) -> int:
-        """Complete the load after all shards are filled; return the bytes that other ranks sent."""
+        """Complete the load after all shards are filled; return the received bytes."""
         return 0
 
 
@@ -79,16 +80,15 @@ class Engine(abc.ABC):
     #: The name in ``engine=``, and the ZeRO stages that it can be asked for.
     name: ClassVar[str]
     stages: ClassVar[tuple[int, ...]] = (3,)
-    #: The package that the engine needs; torch alone for most.
+    #: The package that the engine needs; most need only torch.
     library: ClassVar[str] = "torch"
-    #: Whether parameters lie whole on every rank, in flat buffers.
+    #: True if every rank holds all parameters, in flat buffers.
     replicates_parameters: ClassVar[bool] = False
-    #: Whether modules are units of ``fully_shard``, with DTensors as parameters.
+    #: True if modules are units of ``fully_shard``, with DTensors as parameters.
     uses_fully_shard: ClassVar[bool] = False
-    #: Whether the engine makes masters and an optimizer of its own, clips and steps itself, and writes
-    #: consolidated weights itself.
+    #: True if the engine makes masters and an optimizer, clips, steps, and writes consolidated weights.
     owns_optimizer: ClassVar[bool] = False
-    #: Whether an optimizer steps the parameters themselves, in their own dtype: there are no other masters.
+    #: True if an optimizer steps the parameters themselves, in their dtype, without other masters.
     steps_parameters: ClassVar[bool] = False
     #: The environment variable with which accelerate's launcher sets up this very engine, None for none.
     launcher_variable: ClassVar[str | None] = None
@@ -110,37 +110,40 @@ class Engine(abc.ABC):
 
     @classmethod
     def is_sharded_at(cls, zero_stage: int) -> bool:
-        """Whether ranks share anything of a model at a stage: its weights, gradients or optimizer states."""
+        """True if ranks share weights, gradients or optimizer states at a stage."""
         return zero_stage > 0
 
     @classmethod
     def is_launched(cls) -> bool:
-        """Whether accelerate's launcher has set up this engine.
+        """True if accelerate's launcher has set up this engine.
 
-        Raises ConfigError where it has set up a version of it that is not this one.
+        Raises ConfigError if it has set up another version of the engine.
         """
         return cls.launcher_variable is not None and is_set(cls.launcher_variable)
 
     @classmethod
     def configured_stage(cls, config: EngineConfig) -> int | None:
-        """The ZeRO stage that a configuration itself asks for, None where it says nothing of it."""
+        """Return the ZeRO stage in a configuration, None without one."""
         return None
 
     @classmethod
     def configured_tensor_parallel(cls, config: EngineConfig) -> int:
-        """How many ranks a configuration itself has share tensors; 1 where it says nothing of it."""
+        """Return the number of ranks that share tensors by a configuration, 1 without one."""
         return 1
 
     @classmethod
     def configured_expert_parallel(cls, config: EngineConfig) -> int:
-        """How many ranks a configuration itself has share experts; 1 where it says nothing of it."""
+        """Return the number of ranks that share experts by a configuration, 1 without one."""
         return 1
 
     @classmethod
     def for_stage(
         cls, zero_stage: int, config: EngineConfig | None, mesh: Mesh, exchange: bool | None
     ) -> Engine:
-        """Make the engine of this family for a ZeRO stage; a subclass may choose a class by the stage."""
+        """Make the engine of this family for a ZeRO stage.
+
+        A subclass may choose a class by the stage.
+        """
         return cls(zero_stage, config, mesh, exchange)
 
     # The settings, before anything is built.
@@ -151,36 +154,36 @@ class Engine(abc.ABC):
         return dict(self.config or {})
 
     def check(self) -> None:  # nothing to refuse, unless an engine says so
-        """Raise ConfigError or EngineError for settings that no load at this stage and mesh serves."""
+        """Raise ConfigError or EngineError for settings that this stage and mesh cannot serve."""
 
     def require(self) -> None:
-        """Import what the engine needs. Raises EngineError or UnsupportedVersionError where that fails."""
+        """Import the engine's library. Raises EngineError or UnsupportedVersionError if that fails."""
 
     @property
     def parameter_dtype(self) -> torch.dtype | None:
-        """The dtype in which the configuration wants parameters held; None where it does not say."""
+        """Dtype in which the configuration holds parameters, None without one."""
         return None
 
     @property
     def adopted_dtype(self) -> torch.dtype | None:
-        """The dtype of parameters in a script that is set up for this engine; None: the one it asks for."""
+        """Dtype of parameters in a script set up for this engine; None: as the script asks."""
         return self.parameter_dtype
 
     @property
     def building_dtype(self) -> torch.dtype | None:
-        """The dtype in which such a script's models compute their buffers; None: the one it asks for."""
+        """Dtype of the buffers that such a script's models compute; None: as it asks."""
         return None
 
     @property
     def cast_dtype(self) -> torch.dtype | None:
-        """The dtype to which the engine would cast every floating parameter; None where it casts none."""
+        """Dtype to which the engine casts every floating parameter, None without a cast."""
         return None
 
     @property
     def compute_dtype(self) -> torch.dtype | None:
-        """The dtype to which parameters are cast when they are gathered, None where they are not.
+        """Dtype of gathered parameters; None if the gather casts nothing.
 
-        Such an engine has no masters of its own: the parameters that it is given are the masters.
+        An engine with such a dtype has no other masters: the parameters that it receives are the masters.
         """
         return None
 
@@ -196,13 +199,16 @@ class Engine(abc.ABC):
         return None, None
 
     def parallelism(self, model: nn.Module) -> Parallelism:
-        """What the mesh does to the parameters of ``model``, with their true shapes; raises ConfigError."""
+        """Return the cuts that the mesh makes in the unsharded parameters of ``model``.
+
+        Raises ConfigError.
+        """
         if self.mesh.sequence_parallel > 1:
             self.check_sequence_parallel(model)
         return resolve(model, self.mesh, *self.parallel_plans())
 
     def check_sequence_parallel(self, model: nn.Module) -> None:
-        """Raise ConfigError unless ranks can share the sequences of ``model``, as the mesh asks for."""
+        """Raise ConfigError unless the mesh's ranks can share the sequences of ``model``."""
         size = self.mesh.sequence_parallel
         raise ConfigError(f"sequence_parallel={size} is not available on {self.title}; use 1")
 
@@ -211,9 +217,9 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def placements(self, model: nn.Module, parallelism: Parallelism) -> Placements:
-        """The shards that every rank will hold, and the memory in which it keeps them.
+        """Return the shards and memory of every rank.
 
-        Raises ConfigError or EngineError for what ``maker`` would refuse of the model.
+        Raises ConfigError or EngineError for a model that ``shard_maker`` would refuse.
         """
 
     # A rank, and the model that it has loaded.
@@ -222,71 +228,71 @@ class Engine(abc.ABC):
     def shard_maker(
         self, world: World, dtype: torch.dtype | None, parallelism: Parallelism, placements: Placements
     ) -> ShardMaker:
-        """Return the maker of this rank's shards of a model that is held in ``dtype``; collective."""
+        """Return the maker of this rank's shards of a model in ``dtype``; collective."""
 
     def follow_aliases(self, model: nn.Module, aliases: Sequence[Alias]) -> None:
-        """Let places that hold parameters beside their modules follow what the engine puts into these."""
+        """Keep other places that hold a module's parameters in step with the module."""
 
     def enable_sequence_parallel(self, model: nn.Module) -> None:
         """Prepare a loaded ``model`` for sequences that ranks share."""
 
     def preserve_calls(self, model: nn.Module, entries: Sequence[str]) -> None:
-        """Have calls of the model's modules mean what its code says, whatever the engine's hooks do to them.
+        """Protect the calls of the model's modules from side effects of the engine's hooks.
 
-        ``entries`` are methods of the model beside its forward by which it is run.
+        ``entries`` are methods next to ``forward`` that run the model.
         """
 
     def offer_masters(self, model: nn.Module, rounded: Collection[str], reader: MasterReader | None) -> None:
         """Let the engine read fp32 masters of the parameters ``rounded`` when it makes them."""
 
     def make_callable(self, model: nn.Module) -> None:
-        """Let a loaded model that is not to be trained be called as it is; collective.
+        """Let a loaded model be called without training it; collective.
 
-        Nothing is to be done where the shards gather themselves.
+        Engines whose shards gather themselves need nothing.
         """
 
-    # A loaded model: its shards, and what is kept for them. Class methods are asked of every engine, of any
-    # model: what is not this kind of engine's is answered by the defaults.
+    # Shards and training state of a loaded model. Class methods are called on every engine for any model; the
+    # defaults answer for models of other engines.
 
     @abc.abstractmethod
     def shards_of(self, model: nn.Module, parallelism: Parallelism, rank: int) -> dict[str, Shard]:
-        """The shards of a live model as they are now, by parameter name, aliases included.
+        """Return the current shards of a live model by parameter name, aliases included.
 
-        What is not there is whole on every rank. Of replicas ``Shard.held`` tells which one this rank has.
+        Other parameters are whole on every rank. ``Shard.held`` is this rank's place among replicas.
         """
 
     @classmethod
     def find_shards(cls, model: nn.Module, world: World) -> dict[str, Shard]:
-        """The shards in which this kind of engine holds a live model, whoever loaded it.
+        """Find the shards of this kind of engine in any live model.
 
-        By parameter name, aliases included; what is not there is not sharded by it.
+        The keys are parameter names, aliases included; other parameters are not sharded by it.
         """
         return {}
 
     @classmethod
     def put_to_rest(cls, model: nn.Module) -> None:
-        """Have ``model`` hold its shards as its parameters again, where a forward has left copies gathered.
+        """Put the shards of ``model`` back in place of the copies that a forward gathered.
 
-        Every rank by itself. Nothing is to be done where the parameters stay the same objects.
+        Not collective. Engines whose parameters remain the same objects need nothing.
         """
 
     @classmethod
     def has_own_values(cls, parameter: torch.Tensor) -> bool:
-        """Whether other ranks have other values under the name of ``parameter``, and no shard of it."""
+        """True if other ranks have other values of ``parameter`` and no shard of it."""
         return False
 
-    # What is kept for them.
+    # Training state.
 
     @classmethod
     def training_state(cls, model: nn.Module, optimizer: object) -> TrainingState | None:
-        """What is kept for ``model`` in training; None where this kind of engine does not keep it.
+        """Return the training state of ``model``, None if this kind of engine has none.
 
-        Raises ConfigError where an engine trains the model and is not what is given, and ConfigError or
-        EngineError for a state that cannot be read where it is.
+        Raises ConfigError if another engine trains the model, and ConfigError or EngineError for a state that
+        cannot be read.
         """
         return None
 
-    # What follows when parameters are changed or replaced.
+    # Changed and replaced parameters.
 
     @classmethod
     def drop_gathered(cls, parameters: Iterable[torch.Tensor]) -> None:
@@ -294,18 +300,18 @@ class Engine(abc.ABC):
 
     @classmethod
     def is_gathered(cls, parameter: torch.Tensor) -> bool:
-        """Whether a script has gathered ``parameter`` itself, and the engine takes its values afterwards."""
+        """True if a script has gathered ``parameter`` and the engine takes its values afterwards."""
         return False
 
     @classmethod
     def check_editable(cls, parameter: torch.Tensor, name: str) -> None:
-        """Raise ConfigError where the trained values of a parameter are not where they would be changed."""
+        """Raise ConfigError if the trained values of a parameter are elsewhere."""
 
     @classmethod
     def master_of(cls, parameter: torch.Tensor) -> AbstractContextManager[Master | None]:
-        """The fp32 master of this rank's share of ``parameter``, to be changed in place; None without one.
+        """Give the fp32 master of this rank's share of ``parameter``, to change in place.
 
-        Not collective, but every rank that has a share must come through it.
+        None without a master. Not collective, but every rank with a share must enter it.
         """
         return contextlib.nullcontext()
 
@@ -317,32 +323,32 @@ class Engine(abc.ABC):
     def whole_for_a_while(
         cls, model: nn.Module, modules: Sequence[nn.Module]
     ) -> AbstractContextManager[None]:
-        """Inside, the parameters of ``modules`` are whole on every rank and may be replaced; collective.
+        """Context in which the parameters of ``modules`` are whole and replaceable; collective.
 
-        Afterwards what the modules then have is sharded again, with the values of rank 0.
+        Afterwards the modules' parameters are sharded again, with the values of rank 0.
         """
         return contextlib.nullcontext()
 
     # A training run.
 
-    #: The mixed precisions, as accelerate names them, in which it trains.
+    #: The mixed precisions that it trains in, by accelerate's names.
     precisions: ClassVar[tuple[str, ...]] = ("no", "bf16")
-    #: The backend that accelerate must be told on hosts without an accelerator; None: ``cpu=True`` will do.
+    #: Backend for accelerate on hosts without an accelerator; None: ``cpu=True`` is enough.
     host_backend: ClassVar[str | None] = None
 
     def training_dtype(self, mixed_precision: str) -> torch.dtype | None:
-        """The one dtype in which the model is held under a mixed precision; None: any, float32 at best."""
+        """Dtype of the model under a mixed precision; None: any, float32 preferred."""
         return None
 
-    def training_config(self, job: TrainingJob, given: EngineConfig) -> dict[str, object]:
-        """The complete ``engine_config`` of a training run; ``given`` is ``engine.config`` of its YAML file.
+    def training_config(self, job: TrainingJob, user_config: EngineConfig) -> dict[str, object]:
+        """Complete ``user_config``, the ``engine.config`` of a run's YAML file.
 
-        Raises ConfigError for what contradicts the job.
+        Raises ConfigError for keys that contradict the job.
         """
-        return dict(given)
+        return dict(user_config)
 
     def accelerate_setup(self, mixed_precision: str) -> AccelerateSetup:
-        """How accelerate is set up for a model that this engine, with its configuration, has sharded."""
+        """Return accelerate's settings for a model that this engine has sharded."""
         return AccelerateSetup(
             {"mixed_precision": mixed_precision, "cpu": not torch.accelerator.is_available()}
         )
@@ -358,23 +364,24 @@ class Engine(abc.ABC):
     # Parameters that were added to a loaded model, such as adapters.
 
     def shard_added(self, model: nn.Module, mixed_precision: str) -> None:
-        """Shard what was added to a loaded model since (adapters), on all ranks alike, before it is trained.
+        """Shard parameters added to a loaded model, such as adapters, before training.
 
-        Nothing is to be done where the engine takes up parameters as they are then.
+        All ranks call it alike. Engines that accept new parameters then need nothing.
         """
 
     def synchronize_added(self, model: nn.Module, added: Sequence[nn.Parameter]) -> None:
-        """Have ``added`` parameters of a loaded model the same on every rank, and trained alike; collective.
+        """Give ``added`` parameters the same values and gradients on every rank; collective.
 
-        Nothing is to be done where the engine takes up parameters before they are trained.
+        Engines that accept parameters before training need nothing.
         """
 
     # The model as it is called, before training and around each batch.
 
     def spare_unreached(self, model: nn.Module) -> None:
-        """Called before training: let what no backward reaches not decay; ``model`` is as it is called.
+        """Exempt parameters without a gradient from weight decay; called before training.
 
-        Nothing is to be done where it has no gradient, and torch's optimizers pass over it.
+        ``model`` is the object that is called. Nothing is needed if such parameters have no gradient at all,
+        since torch's optimizers skip them.
         """
 
     def begin_batch(self, model: nn.Module, last: bool) -> None:
@@ -387,7 +394,7 @@ class Engine(abc.ABC):
 
     @property
     def configured_optimizer(self) -> str | None:
-        """The name, as ``zerostart.plan`` takes it, of the optimizer that the engine is to make itself."""
+        """Name of the optimizer that the engine makes itself, as ``zerostart.plan`` takes it."""
         return None
 
     def memory_peaks(self, model: nn.Module, inputs: MemoryInputs) -> list[MemoryPeak]:

@@ -1,8 +1,8 @@
-"""Experts that live on other ranks: tokens go to the rank that has their expert, and come back.
+"""Experts on other ranks: tokens travel to the owner of their expert and back.
 
-Each (token, expert) pair travels to the expert's owner, which runs its own experts by the module's own
-forward; the results travel back, are weighted and summed. Autograd follows both all-to-alls. As in GShard
-(Lepikhin et al., 2020, section 3.2), without a capacity: no token is dropped.
+Each (token, expert) pair travels to the expert's owner, which runs its experts by the module's own forward.
+The results travel back, are weighted and summed. Autograd follows both all-to-alls. As in GShard (Lepikhin et
+al., 2020, section 3.2), without a capacity: no token is dropped.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from zerostart.geometry.layout import Parallelism
 
 
 def expert_modules(model: nn.Module, parallelism: Parallelism) -> dict[nn.Module, dict[str, str]]:
-    """The modules that hold experts, with their cut parameters' names there and in the model."""
-    found: dict[nn.Module, dict[str, str]] = {}
+    """Find the modules with experts, with local and full names of their cut parameters."""
+    modules: dict[nn.Module, dict[str, str]] = {}
     for prefix, module in model.named_modules():
         own = {
             leaf: name
@@ -31,8 +31,8 @@ def expert_modules(model: nn.Module, parallelism: Parallelism) -> dict[nn.Module
             if parallelism.is_expert(name := f"{prefix}.{leaf}" if prefix else leaf)
         }
         if own:
-            found[module] = own
-    return found
+            modules[module] = own
+    return modules
 
 
 def exchange_tokens(
@@ -42,11 +42,11 @@ def exchange_tokens(
     copies: int = 1,
     alike: dist.ProcessGroup | None = None,
 ) -> None:
-    """Make ``experts``, which has this rank's experts, serve the tokens of all ranks of ``group``.
+    """Make ``experts``, with this rank's experts, serve the tokens of all ranks of ``group``.
 
-    ``counts`` is the number of experts of each rank. Each token is sent ``copies`` times, by the ranks that
-    share tensors; the gradients of experts are divided by that. ``alike`` are the ranks that send the same:
-    they get the first one's results and gradients, for rounding may differ in another place.
+    ``counts`` is the number of experts of each rank. Ranks that share tensors send each token ``copies``
+    times, and the gradients of experts are divided by that. ``alike`` are the ranks that send the same
+    tokens: they use the results and gradients of the first, since rounding may differ elsewhere.
     """
     module: Any = experts
     own_forward = module.forward
@@ -59,7 +59,7 @@ def exchange_tokens(
 
     @functools.cache
     def owners(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copied there once: the host waits for a copy of memory that is not page-locked."""
+        """Copy once to the device: the host waits for a copy of pageable memory."""
         return owner.to(device), first.to(device)
 
     def forward(
@@ -101,7 +101,7 @@ def _serve(
     # Forward as they are (all of ``alike`` send the same), backward with the first one's gradient.
     tokens = travel(same(rows, None, alike), outgoing, incoming, group)
     numbers = pairs.new_empty(sum(incoming))
-    # Which of its own experts a row is for; needs no gradient, and so no node.
+    # Local number of the expert for each row; it needs no gradient, and so no node.
     dist.all_to_all_single(numbers, pairs - first[to], incoming, outgoing, group=group)
     # And back: the first one's results forward, gradients as they are.
     results: torch.Tensor = same(travel(run(tokens, numbers), incoming, outgoing, group), alike, None)
@@ -150,7 +150,10 @@ class _Scaled(torch.autograd.Function):
 
 
 class _Same(torch.autograd.Function):
-    """Rows of the first rank of ``values``, and the gradient of that of ``gradients``; None is one's own."""
+    """Rows of the first rank of ``values``, with the gradient of the first of ``gradients``.
+
+    None keeps the rank's own.
+    """
 
     @staticmethod
     def forward(
@@ -170,27 +173,29 @@ class _Same(torch.autograd.Function):
 def _of_first(rows: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
     if group is None:
         return rows.view_as(rows)
-    found = rows.clone(memory_format=torch.contiguous_format)
-    dist.broadcast(found, group=group, group_src=0)
-    return found
+    copy = rows.clone(memory_format=torch.contiguous_format)
+    dist.broadcast(copy, group=group, group_src=0)
+    return copy
 
 
 class _AllToAll(torch.autograd.Function):
-    """Rows to the ranks of a group, ``send[r]`` of them to rank r; gradients take the way back."""
+    """Send ``send[r]`` rows to rank r of a group; gradients travel back."""
 
     @staticmethod
     def forward(
         ctx: Any, rows: torch.Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup
     ) -> torch.Tensor:
         ctx.way_back = receive, send, group
-        return _moved(rows, send, receive, group)
+        return _all_to_all(rows, send, receive, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _moved(gradient, *ctx.way_back), None, None, None
+        return _all_to_all(gradient, *ctx.way_back), None, None, None
 
 
-def _moved(rows: torch.Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+def _all_to_all(
+    rows: torch.Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup
+) -> torch.Tensor:
     out = rows.new_empty((sum(receive), *rows.shape[1:]))
     dist.all_to_all_single(out, rows.contiguous(), receive, send, group=group)
     return out
@@ -198,11 +203,11 @@ def _moved(rows: torch.Tensor, send: list[int], receive: list[int], group: dist.
 
 @contextlib.contextmanager
 def _local_parameters(module: nn.Module) -> Iterator[None]:
-    held: dict[str, Any] = module._parameters
-    whole = {name: p for name, p in held.items() if isinstance(p, DTensor)}
+    parameters: dict[str, Any] = module._parameters
+    whole = {name: p for name, p in parameters.items() if isinstance(p, DTensor)}
     # In the dictionary itself: setattr would register new parameters, and hooks would fire.
-    held.update({name: parameter.to_local() for name, parameter in whole.items()})
+    parameters.update({name: parameter.to_local() for name, parameter in whole.items()})
     try:
         yield
     finally:
-        held.update(whole)
+        parameters.update(whole)

@@ -252,7 +252,7 @@ class FlatBufferShards:
                 old = buffer.family.parameters[name]
                 whole = flat[offset : offset + old.numel()]
                 made[name] = self._shard(name, buffer, place, whole)
-                new[id(old)] = self.born(old, whole, name, buffer.family)
+                new[id(old)] = self.make_parameter(old, whole, name, buffer.family)
         replace_everywhere(model, new)
         return [made[name] for name in names]
 
@@ -269,7 +269,7 @@ class FlatBufferShards:
         part = whole[first : first + at(rank).numel]
         return Shard(name, at(rank), part, at, local=replicated(shape))
 
-    def born(self, old: nn.Parameter, whole: torch.Tensor, name: str, family: Family) -> nn.Parameter:
+    def make_parameter(self, old: nn.Parameter, whole: torch.Tensor, name: str, family: Family) -> nn.Parameter:
         """The parameter ``old`` over the 1-D ``whole``, with its attributes."""
         new = nn.Parameter(whole.view(old.shape), requires_grad=old.requires_grad)
         new.__dict__.update(old.__dict__)

@@ -1,4 +1,4 @@
-"""What an engine forecasts: the bytes that a training takes on each rank, by phase."""
+"""Forecast the memory that training takes on each rank, by phase."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ FP32 = 4
 
 
 def pinned_by_torch(nbytes: Array | int) -> Array:
-    """Bytes of host memory that torch's allocator takes for a page-locked buffer on each rank."""
-    found: Array = np.vectorize(rounded_up, otypes=[np.int64])(np.asarray(nbytes))
-    return found
+    """Return the bytes that torch's allocator takes for a page-locked buffer."""
+    rounded: Array = np.vectorize(rounded_up, otypes=[np.int64])(np.asarray(nbytes))
+    return rounded
 
 
 @dataclass(frozen=True)
@@ -38,22 +38,22 @@ class OptimizerCost:
     device_scratch: int = 0
 
     def scratch(self, on_host: bool) -> int:
-        """Copies of what is updated at a time that the update takes for itself."""
+        """Return the copies of updated elements that an update needs."""
         return self.host_scratch if on_host else self.device_scratch
 
 
 @dataclass(frozen=True)
 class Gathers:
-    """Bytes that are gathered on a rank while a model runs, in the dtype in which weights are held.
+    """Bytes that a rank gathers while a model runs, in the dtype of the weights.
 
-    An expert counts with what one rank has of it before it is sharded.
+    An expert counts as the part that one rank has of it before sharding.
     """
 
-    #: Of the largest parameter.
+    #: Bytes of the largest parameter.
     largest: int
-    #: Of the parameters of one module that holds some itself.
+    #: Bytes of the largest set of parameters that one module holds directly.
     module: int
-    #: Of all that train.
+    #: Bytes of all trained parameters.
     total: int
     #: Elements of each parameter, by name.
     elements: Mapping[str, int]
@@ -77,7 +77,7 @@ class ParameterBytes:
     largest: Array
     #: Bytes of the model's buffers, whole on every rank.
     buffers: int
-    #: That of most trained elements.
+    #: Dtype of most trained elements.
     dtype: torch.dtype
     gathers: Gathers
 
@@ -99,7 +99,7 @@ class Target:
 
 @dataclass(frozen=True)
 class MemoryPeak:
-    """Bytes by component, on the host and on the device, at one moment of a phase."""
+    """Bytes by component on host and device, at one moment of a phase."""
 
     phase: str
     host: Sizes = field(default_factory=dict)
@@ -128,7 +128,10 @@ class MemoryInputs:
         return self.optimizer.scratch(on_host or not self.target.accelerator)
 
     def peak(self, on_host: bool, phase: str, states: Sizes, *device: Sizes) -> MemoryPeak:
-        """Add ``states`` (on the host or the device) and ``device`` to the parameters and buffers."""
+        """Add ``states`` and ``device`` bytes to the parameters and buffers.
+
+        ``on_host`` puts the states on the host.
+        """
         parts: tuple[dict[str, Array | int], dict[str, Array | int]] = (
             {"parameters": self.shares.host},
             {"parameters": self.flat_bytes or self.shares.device, "buffers": self.shares.buffers},
@@ -147,19 +150,19 @@ class MemoryInputs:
 def replicated_peaks(inputs: MemoryInputs, masters: bool) -> list[MemoryPeak]:
     """Forecast ``initialize`` and the first step of stage 0.
 
-    ``masters``: DeepSpeed's optimizers train, with masters of their own, and not DistributedDataParallel.
+    ``masters``: DeepSpeed's optimizers with fp32 masters train, and not DistributedDataParallel.
     """
     shares, target = inputs.shares, inputs.target
     gradients = shares.gathers.total
     trained = gradients // shares.dtype.itemsize
     mixed = masters and shares.dtype != torch.float32
-    each = FP32 if mixed else shares.dtype.itemsize
+    state_itemsize = FP32 if mixed else shares.dtype.itemsize
     buckets = gradients if not masters and target.world_size > 1 else 0
     resident: Sizes = {"master weights": FP32 * trained * mixed, "buckets": buckets}
     stepping: Sizes = {
         **resident,
         "gradients": gradients + FP32 * trained * mixed,
-        "optimizer state": each * trained * inputs.optimizer.states,
-        "scratch": each * trained * inputs.scratch(on_host=False),
+        "optimizer state": state_itemsize * trained * inputs.optimizer.states,
+        "scratch": state_itemsize * trained * inputs.scratch(on_host=False),
     }
     return [inputs.peak(False, "initialize", resident), inputs.peak(False, "step", stepping)]

@@ -1,8 +1,8 @@
-"""Calls of modules whose parameters ZeRO-3 gathers, as the modules' own code means them.
+"""Protect calls of modules whose parameters ZeRO-3 gathers.
 
-ZeRO-3 registers hooks on every module in ``deepspeed.initialize``. They rebuild lists among the positional
-arguments, change dicts there, and leave keyword arguments alone. The hooks here are registered by the load,
-and so run first.
+``deepspeed.initialize`` registers hooks on every module. They rebuild lists among the positional arguments,
+change dicts there, and keep keyword arguments as they are. The load registers its hooks earlier, so they run
+first.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from zerostart.upstream.types import Arguments, DeepSpeedConfig, Keywords
 
 
 def keep_calls(model: nn.Module) -> None:
-    """Have every module of ``model`` get the caller's lists and dicts, and gather no inference tensors."""
+    """Pass the caller's lists and dicts to every module, and gather no inference tensors."""
     for module in model.modules():
         guard = _Guard()
         module.register_forward_pre_hook(guard.before, with_kwargs=True)
@@ -32,10 +32,13 @@ def keep_calls(model: nn.Module) -> None:
 
 
 def _check_reached(module: nn.Module, args: Arguments, kwargs: Keywords) -> None:
-    """Raise EngineError for experts that are trained on what has no gradient: ZeRO-3 fails in backward."""
+    """Raise EngineError for trained experts without an input that has a gradient.
+
+    ZeRO-3 fails in their backward.
+    """
     trained = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters(recurse=False))
-    given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
-    if trained and not any(value.requires_grad for value in given):
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+    if trained and not any(value.requires_grad for value in tensors):
         raise EngineError(
             f"{type(module).__name__} is trained, but no layer before it is, which DeepSpeed's ZeRO-3 "
             "does not support: call model.enable_input_require_grads() before deepspeed.initialize, "
@@ -59,7 +62,7 @@ class _Guard:
         check_called(module)
         left, args, kwargs = leave_inference_mode(args, kwargs)
         if left is not None and not self._follows:
-            # Only now, to come after the engine's hooks, which release what was gathered.
+            # Only now, so that it runs after the engine's hooks, which release the gathered parameters.
             module.register_forward_hook(self.after, always_call=True)
             self._follows = True
         if self._follows:
@@ -68,16 +71,16 @@ class _Guard:
             return None if left is None else (args, kwargs)
         names = _names(module)
         first = next(n for n, value in enumerate(args) if has_containers((value,)))
-        if len(args) > len(names):  # what goes into *args has no name
+        if len(args) > len(names):  # values of *args have no name
             return args, kwargs
         # DeepSpeed rebuilds containers among positional arguments and hands keywords on as they are.
         return args[:first], {**dict(zip(names[first:], args[first:], strict=False)), **kwargs}
 
     def after(self, module: nn.Module, args: Any, output: object) -> None:
         """Enter inference mode again, after the engine's hooks."""
-        left = self._left.pop() if self._left else None
-        if left is not None:
-            left.close()
+        outside = self._left.pop() if self._left else None
+        if outside is not None:
+            outside.close()
 
 
 def _names(module: nn.Module) -> tuple[str, ...]:
@@ -105,21 +108,21 @@ def _positional(forward: Function) -> tuple[str, ...]:
 
 # ZeRO-3 partitions that are computed with and not trained.
 
-#: Of a configuration that is for training, what an engine without an optimizer takes as well.
-_SERVED = ("zero_optimization", "bf16", "fp16", "communication_data_type", "prescale_gradients")
+#: Sections of a training configuration that an engine without an optimizer accepts.
+_INFERENCE_SECTIONS = ("zero_optimization", "bf16", "fp16", "communication_data_type", "prescale_gradients")
 
 
 def serve(model: nn.Module, config: DeepSpeedConfig | None) -> None:
-    """Have ``deepspeed.initialize`` register its hooks on ``model``, frozen; collective.
+    """Have ``deepspeed.initialize`` register hooks on the frozen ``model``; collective.
 
-    The module itself is called then, and not the engine, which lives as long as the module.
+    The module itself is called afterwards, not the engine, which lives as long as the module.
     """
     import deepspeed
 
     model.requires_grad_(False)
-    own = {name: value for name, value in (config or {}).items() if name in _SERVED}
+    own = {name: value for name, value in (config or {}).items() if name in _INFERENCE_SECTIONS}
     own["zero_optimization"] = {**own.get("zero_optimization", {}), "stage": 3}
     own["train_micro_batch_size_per_gpu"] = 1
     engine, *_ = deepspeed.initialize(model=model, config=own)
-    # Beside the modules, of which it is none: it would be found in itself.
+    # Not registered as a child: the model would contain itself.
     vars(model)["_zerostart_engine"] = engine

@@ -1,4 +1,4 @@
-"""DeepSpeed as engines: ZeRO-3, and what keeps parameters whole in flat buffers (stages 0 to 2)."""
+"""DeepSpeed engines: ZeRO-3, and whole parameters in flat buffers (stages 0 to 2)."""
 
 from __future__ import annotations
 
@@ -70,19 +70,19 @@ class DeepSpeedState(TrainingState):
     owns_optimizer = True
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
-        """Raises ConfigError or EngineError for a state that cannot be read where the engine has it now."""
+        """Raises ConfigError or EngineError for a state that cannot be read now."""
         optimizers.check_movable(engine)
         self._engine = engine
         self.steps = optimizers.steps_of(engine)
 
     def counters(self) -> Counters:
         engine = self._engine
-        found = {"name": "deepspeed", "stage": upstream.engine_stage(engine), **upstream.counters(engine)}
+        counters = {"name": "deepspeed", "stage": upstream.engine_stage(engine), **upstream.counters(engine)}
         # A window of accumulated gradients is written only where one is open; the key's absence says that
         # none was.
         if upstream.is_window_open(engine):
-            found["window"] = upstream.window(engine)
-        return found
+            counters["window"] = upstream.window(engine)
+        return counters
 
     def restore_counters(self, saved: Counters) -> None:
         upstream.set_counters(self._engine, saved)
@@ -94,22 +94,22 @@ class DeepSpeedState(TrainingState):
         return {"schedule": schedule} if isinstance(schedule, Stateful) else {}
 
     def gradients(self, is_replicated: Callable[[torch.Tensor], bool]) -> Sequence[Gradient]:
-        """Those of an open window, of which every rank has the run that its optimizer steps."""
+        """Return the gradients of an open window; every rank has the run that it steps."""
         if not upstream.is_window_open(self._engine):
             return []
-        found = optimizers.gradients(self._engine, self.steps)
-        # None: gradients lie unreduced in buffers of each rank's own, which no other layout could be made of.
-        if found is None:
+        gradients = optimizers.gradients(self._engine, self.steps)
+        # None: each rank's buffers hold unreduced gradients, which have no other layout.
+        if gradients is None:
             raise ConfigError(
                 "the engine is in the middle of gradient accumulation, and its gradients are not reduced "
                 "yet (below ZeRO stage 2, and at stage 2 when they are offloaded): save after an "
                 "optimizer step"
             )
-        return list(zip(members_of(self.steps), found, strict=True))
+        return list(zip(members_of(self.steps), gradients, strict=True))
 
-    def make_gradients(self, wanted: Collection[int], saved: Counters) -> Sequence[Gradient] | None:
+    def make_gradients(self, parameter_ids: Collection[int], saved: Counters) -> Sequence[Gradient] | None:
         # Nobody asks for gradients: then none are made, whatever was saved.
-        if not wanted:
+        if not parameter_ids:
             return []
         room = optimizers.gradients(self._engine, self.steps, make=True) if "window" in saved else None
         return None if room is None else list(zip(members_of(self.steps), room, strict=True))
@@ -121,7 +121,7 @@ class DeepSpeedState(TrainingState):
 
 
 class DeepSpeed(Engine):
-    """What its stages have in common; ``config`` is DeepSpeed's own configuration."""
+    """Common part of all stages; ``config`` is DeepSpeed's own configuration."""
 
     name = "deepspeed"
     library = "deepspeed"
@@ -159,9 +159,9 @@ class DeepSpeed(Engine):
 
     @property
     def common_config(self) -> EngineConfig:
-        # Not what is logged, and where; a rank may have its own path on its own disk.
-        given = self.config or {}
-        common = {name: given[name] for name in _COMMON if name in given}
+        # Log settings may differ, and a rank may have another path on its disk.
+        config = self.config or {}
+        common = {name: config[name] for name in _COMMON if name in config}
         zero = common.get("zero_optimization")
         if isinstance(zero, Mapping):
             common["zero_optimization"] = {name: _without_path(value) for name, value in zero.items()}
@@ -176,9 +176,8 @@ class DeepSpeed(Engine):
         return DeepSpeedSettings.of(config).autotp_size or 1
 
     def parallelism(self, model: nn.Module) -> Parallelism:
-        # What is cut over ranks that share tensors, DeepSpeed itself says.
-        # Imports stand in the methods: an engine answers from its settings without DeepSpeed, which takes
-        # seconds to import and which the machine that plans may lack.
+        # DeepSpeed decides the cuts over ranks that share tensors. Imports are in the methods: settings can
+        # be read without DeepSpeed, which takes seconds to import and which the planning machine may lack.
         if self.mesh.tensor_parallel == 1:
             return super().parallelism(model)
         from zerostart.engines.deepspeed.parallel import tensor_cuts
@@ -218,11 +217,11 @@ class DeepSpeed(Engine):
         return self.settings.ep_plan, self.settings.tp_plan
 
     def training_dtype(self, mixed_precision: str) -> torch.dtype | None:
-        # The masters are copies of its own.
+        # DeepSpeed copies the masters.
         return KEPT[mixed_precision]
 
-    def training_config(self, job: TrainingJob, given: EngineConfig) -> dict[str, Any]:
-        return training_config(self.zero_stage, job, given)
+    def training_config(self, job: TrainingJob, user_config: EngineConfig) -> dict[str, Any]:
+        return training_config(self.zero_stage, job, user_config)
 
     def accelerate_setup(self, mixed_precision: str) -> AccelerateSetup:
         ranks = self.mesh.sequence_parallel, self.mesh.world_size
@@ -243,7 +242,7 @@ class DeepSpeed(Engine):
 
     @classmethod
     def has_own_values(cls, parameter: torch.Tensor) -> bool:
-        """Of the experts of DeepSpeed's MoE."""
+        """True for the experts of DeepSpeed's MoE."""
         return editing.has_own_values(parameter)
 
     @classmethod
@@ -260,7 +259,7 @@ class DeepSpeed(Engine):
 
     @classmethod
     def is_gathered(cls, parameter: torch.Tensor) -> bool:
-        """Inside ``GatheredParameters``, whose modifier's values are kept, or nobody's."""
+        """True inside ``GatheredParameters``, with or without a modifier rank."""
         return is_gathered(parameter)
 
     @classmethod
@@ -282,10 +281,10 @@ class DeepSpeed(Engine):
 
 
 class ZeroThree(DeepSpeed):
-    """Every parameter partitioned over the ranks that hold it, by runs of its row-major order."""
+    """ZeRO-3: parameters partitioned over their ranks by runs of the row-major order."""
 
     def require(self) -> None:
-        # Also what the end of a load imports, which is then no part of the memory that the load takes.
+        # Also imports of the end of a load, whose memory would otherwise count as the load's.
         from zerostart.engines.deepspeed import calls, partitioning  # noqa: F401
         from zerostart.upstream.deepspeed import construction  # noqa: F401
         from zerostart.upstream.deepspeed.zero3_optimizer import require_stage3
@@ -299,12 +298,12 @@ class ZeroThree(DeepSpeed):
 
     @property
     def building_dtype(self) -> torch.dtype | None:
-        # Inside ``zero.Init`` what is computed has the parameters' dtype.
+        # ``zero.Init`` computes in the parameters' dtype.
         return self.adopted_dtype
 
     def placements(self, model: nn.Module, parallelism: Parallelism) -> Placements:
         shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-        # Of rank 0, which has as many experts as any.
+        # Rank 0 has as many experts as any rank.
         sizes = {
             name: (
                 prod(parallelism.section(name, shapes[name], 0).shape),
@@ -337,10 +336,10 @@ class ZeroThree(DeepSpeed):
         keep_stage(model, self.title, {3}.__contains__)
 
     def synchronize_added(self, model: nn.Module, added: Sequence[nn.Parameter]) -> None:
-        # ``deepspeed.initialize`` partitions them, and each rank gives a part of its own.
+        # ``deepspeed.initialize`` partitions them, and each rank provides its part.
         from zerostart.engines.training import with_first_values
 
-        # Where a mesh cuts parameters, ranks have different ones, and rank 0's values are not everybody's.
+        # Cut parameters differ between ranks, so rank 0's values are not valid for all.
         if not self.mesh.parallel:
             with_first_values(lambda: added)
 
@@ -370,7 +369,7 @@ def _partition(name: str, section: Any, place: int, owners: int) -> Layout:
 
 
 class FlatBuffers(DeepSpeed):
-    """Parameters whole on every rank, in flat buffers that the optimizers of stages 0 to 2 take over."""
+    """Whole parameters in flat buffers for the optimizers of stages 0 to 2."""
 
     replicates_parameters = True
 
@@ -384,13 +383,13 @@ class FlatBuffers(DeepSpeed):
             )
 
     def preserve_calls(self, model: nn.Module, entries: Sequence[str]) -> None:
-        # Nothing is gathered, and stage 3 would partition what ranks share otherwise.
+        # Nothing is gathered. Stage 3 would partition shared parameters in another way.
         from zerostart.upstream.deepspeed.construction import keep_stage
 
         if self.mesh.parallel:
-            # Stages that can train what was loaded: DeepSpeed reduces gradients of experts from stage 1 on.
-            taken = {1, 2} if self.mesh.expert_parallel > 1 else {0, 1, 2}
-            keep_stage(model, self.title, taken.__contains__)
+            # Stages that can train the loaded model: DeepSpeed reduces gradients of experts from stage 1 on.
+            stages = {1, 2} if self.mesh.expert_parallel > 1 else {0, 1, 2}
+            keep_stage(model, self.title, stages.__contains__)
 
     @property
     def gradient_divisor(self) -> int:

@@ -1,8 +1,8 @@
-"""ZeRO stages 1 and 2: parameters are views into flat buffers, which the optimizer takes as its own.
+"""ZeRO stages 1 and 2: parameters as views into the optimizer's flat buffers.
 
-A load knows the order in which DeepSpeed flattens parameters that are all trained, in one group: so they
-lie from the start. Where the optimizer turns out to have other groups (weight decay or not, frozen
-parameters), they are reordered within the buffer, with a bounded amount of memory beside it.
+A load knows the order in which DeepSpeed flattens parameters that are all trained, in one group, and uses it
+from the start. If the optimizer has other groups (weight decay or not, frozen parameters), they are reordered
+within the buffer, with bounded scratch memory.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from zerostart.upstream.deepspeed.zero12_groups import RunReader
 
 
 class FlatKeeper:
-    """Knows the parameters of one load, and brings them to the device and into an optimizer's order."""
+    """Moves the parameters of one load to the device and into an optimizer's order."""
 
     def __init__(self, device: torch.device) -> None:
-        #: Whether the parameters lie in host memory until the engine starts; alike on all ranks.
+        #: True if parameters are in host memory until the engine starts; equal on all ranks.
         self.waits = False
         self.optimizer: weakref.ref[Any] | None = None
         self._device = device
         self._parameters: list[weakref.ref[nn.Parameter]] = []
 
     def add(self, parameter: nn.Parameter) -> None:
-        """A parameter that lies in one of the load's buffers."""
+        """Add a parameter in one of the load's buffers."""
         self._parameters.append(weakref.ref(parameter))
 
     def bring(self) -> None:
@@ -50,7 +50,7 @@ class FlatKeeper:
         """
         if not self.waits:
             return
-        # One buffer at a time, and the host's copy goes with its last parameter.
+        # One buffer at a time: its last parameter frees the host's copy.
         waiting = [members for members in self._members().values() if members[0].device != self._device]
         nbytes = sum(members[0].untyped_storage().nbytes() for members in waiting)
         with current_world().phase("moving the parameters to the device"):
@@ -62,19 +62,19 @@ class FlatKeeper:
                     "zero_stage=3"
                 )
             for members in waiting:
-                moved = _entire(members[0]).to(self._device)
+                buffer = _entire(members[0]).to(self._device)
                 for parameter in members:
                     place = int(parameter.storage_offset())
-                    parameter.data = moved[place : place + parameter.numel()].view(parameter.shape)
+                    parameter.data = buffer[place : place + parameter.numel()].view(parameter.shape)
 
     def _members(self) -> dict[tuple[int, torch.dtype], list[nn.Parameter]]:
         """The parameters that are left, by the buffer in which they lie."""
-        found: dict[tuple[int, torch.dtype], list[nn.Parameter]] = {}
+        buffers: dict[tuple[int, torch.dtype], list[nn.Parameter]] = {}
         for parameter in (reference() for reference in self._parameters):
             if parameter is not None and parameter.is_contiguous():
                 place = (parameter.untyped_storage().data_ptr(), parameter.dtype)
-                found.setdefault(place, []).append(parameter)
-        return found
+                buffers.setdefault(place, []).append(parameter)
+        return buffers
 
     def adopt(
         self,
@@ -83,16 +83,19 @@ class FlatKeeper:
         round_robin: bool,
         aligned: bool,
     ) -> list[torch.Tensor | None]:
-        """See ``upstream.deepspeed.zero12_groups.Keeper``. Parameters that have left are left alone."""
+        """Reorder each buffer for the optimizer's groups; deleted parameters are skipped.
+
+        See ``upstream.deepspeed.zero12_groups.Keeper``.
+        """
         rules = [FlatRules(count, round_robin, aligned) for count in partitions]
         flats: list[torch.Tensor | None] = [None] * len(groups)
         for members in self._members().values():
-            here = {id(parameter) for parameter in members}
+            ids = {id(parameter) for parameter in members}
             # A group with one foreign parameter has no buffer that could be its own: DeepSpeed copies it.
-            wholly = [n for n, group in enumerate(groups) if group and here.issuperset(map(id, group))]
+            wholly = [n for n, group in enumerate(groups) if group and ids.issuperset(map(id, group))]
             if wholly:
-                taken = _arrange(members, [(groups[n], rules[n]) for n in wholly])
-                for number, flat in zip(wholly, taken, strict=False):
+                arranged = _arrange(members, [(groups[n], rules[n]) for n in wholly])
+                for number, flat in zip(wholly, arranged, strict=False):
                     flats[number] = flat
         return flats
 
@@ -100,7 +103,7 @@ class FlatKeeper:
 def _arrange(
     members: Sequence[nn.Parameter], groups: Sequence[tuple[Sequence[torch.Tensor], FlatRules]]
 ) -> list[torch.Tensor]:
-    """Bring the parameters of one buffer into groups, in place; return [] if that is impossible."""
+    """Reorder one buffer in place for several groups; return [] if impossible."""
     itemsize, dtype = members[0].itemsize, members[0].dtype
     step = max(1, ALIGNMENT // itemsize)
     targets: dict[int, int] = {}
@@ -139,10 +142,9 @@ def _entire(parameter: torch.Tensor) -> torch.Tensor:
 
 
 class FlatShards(FlatBufferShards):
-    """Makes parameters that DeepSpeed's optimizers of stages 1 and 2 find flat, and its engine whole.
+    """Makes parameters in flat buffers that the optimizers of stages 1 and 2 accept.
 
-    ``cut`` leaves this rank's experts or slices in a model, where ranks share them: their owners all read
-    them.
+    ``cut`` removes the experts or slices of other ranks from a model; their owners all read them.
     """
 
     waits = True
@@ -163,7 +165,7 @@ class FlatShards(FlatBufferShards):
         self._cut = cut
 
     def agree_on_residence(self, model: nn.Module, names: Sequence[str]) -> Residence:
-        """As it is everywhere; the parameters are brought to the device later where it has no room yet."""
+        """Agree where the buffers are; without room on the device yet, on the host."""
         if self._cut is not None:
             self._cut(model)
         residence = super().agree_on_residence(model, names)
@@ -171,21 +173,21 @@ class FlatShards(FlatBufferShards):
         return residence
 
     def finish(self, model: nn.Module) -> int:
-        """As it is everywhere; gradients that are partial on each rank are summed by the new parameters."""
+        """Exchange the buffers; new parameters sum gradients that are partial on each rank."""
         received = super().finish(model)
         restore_hooks(model)
         return received
 
-    def born(self, old: nn.Parameter, whole: torch.Tensor, name: str, family: Family) -> nn.Parameter:
+    def make_parameter(self, old: nn.Parameter, whole: torch.Tensor, name: str, family: Family) -> nn.Parameter:
         """As it is everywhere, with a mark for the engine."""
-        new = super().born(old, whole, name, family)
+        new = super().make_parameter(old, whole, name, family)
         self._keeper.add(new)
         upstream.mark(new, name, self._keeper)
         return new
 
 
 def offer_runs(model: nn.Module, rounded: Collection[str], reader: RunReader) -> None:
-    """Let the optimizer read the fp32 masters of the parameters ``rounded`` when it makes them."""
+    """Let the optimizer read the fp32 masters of the parameters ``rounded``."""
     for name, parameter in model.named_parameters():
         if name in rounded:
             upstream.offer(parameter, reader)

@@ -29,19 +29,19 @@ def stage3_peaks(inputs: MemoryInputs, settings: DeepSpeedSettings) -> list[Memo
     """Forecast ``initialize`` and the first step of ZeRO-3."""
     shares, target = inputs.shares, inputs.target
     n, gathers, itemsize = shares.trained, shares.gathers, shares.dtype.itemsize
-    kept = settings.accumulates or shares.dtype
+    gradient_dtype = settings.accumulates or shares.dtype
     offloaded, swapped = settings.optimizer_home != "none", settings.optimizer_home == "nvme"
     # A sub-group ends with the parameter that fills it.
     group: Array = np.minimum(n, settings.sub_group + shares.largest)
     # Swapped states are in memory one sub-group at a time, in several buffers.
     resident = np.minimum(n, settings.swap_buffers * group) if swapped else n
-    gradients: Array = kept.itemsize * n
+    gradients: Array = gradient_dtype.itemsize * n
     if settings.states_pinned and target.accelerator and settings.states_on_host:
         # fp32 gradients of offloaded states exist from the start, page-locked by sub-group.
         groups: Array = n // np.maximum(group, 1)
-        rest = n - groups * group
+        remainder = n - groups * group
         gradients = pinned_by_torch(gradients) + groups * pinned_by_torch(FP32 * group)
-        gradients = gradients + pinned_by_torch(FP32 * rest)
+        gradients = gradients + pinned_by_torch(FP32 * remainder)
     elif settings.states_on_host:
         gradients = gradients + FP32 * n
     copies = 0 if offloaded and settings.fused else inputs.scratch(on_host=offloaded)
@@ -49,7 +49,7 @@ def stage3_peaks(inputs: MemoryInputs, settings: DeepSpeedSettings) -> list[Memo
     full: Sizes = {**ready, "optimizer state": FP32 * inputs.optimizer.states * (0 * n if swapped else n)}
     flattened: Sizes = {} if offloaded else {"gradients": gradients + FP32 * group}
     # The gradients of a sub-group as one tensor, before their conversion to fp32.
-    flat: Array = group * (0 if offloaded or kept == torch.float32 else kept.itemsize)
+    flat: Array = group * (0 if offloaded or gradient_dtype == torch.float32 else gradient_dtype.itemsize)
 
     bucket = settings.bucket * itemsize
     filled = min(gathers.total, bucket)
@@ -59,10 +59,10 @@ def stage3_peaks(inputs: MemoryInputs, settings: DeepSpeedSettings) -> list[Memo
     # The constructor of the hooks makes secondary partitions by gathering one parameter after another.
     hooked = gathers.largest if secondary else 0
     # A gradient larger than the bucket is reduced by itself, without a copy into the bucket.
-    together = filled if gathers.largest <= bucket else 0
+    copied_together = filled if gathers.largest <= bucket else 0
     reducing: Sizes = {
         "gathered parameters": gathers.module * (1 + target.copies),
-        "buckets": touched + together + max(filled, gathers.largest) * target.copies,
+        "buckets": touched + copied_together + max(filled, gathers.largest) * target.copies,
         "incoming gradient": gathers.largest if filled < gathers.total else 0,
     }
     peak = functools.partial(inputs.peak, offloaded)

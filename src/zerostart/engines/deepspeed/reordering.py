@@ -1,4 +1,4 @@
-"""Move the tensors of one buffer into the order that an optimizer asks for, in place."""
+"""Move the tensors of one buffer into an optimizer's order, in place."""
 
 from __future__ import annotations
 
