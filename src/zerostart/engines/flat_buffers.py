@@ -1,7 +1,7 @@
-"""Parameters that are whole on every rank, as views into one flat buffer for each dtype.
+"""Whole parameters as views into one flat buffer for each dtype.
 
-The buffers are what ZeRO stages 1 and 2 partition; at stage 0 nothing does. Each rank reads its part of a
-buffer and they exchange the parts in place, or each reads all of it.
+ZeRO stages 1 and 2 partition the buffers; stage 0 does not. Each rank reads its part of a buffer and the
+ranks exchange the parts in place, or each rank reads everything.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from zerostart.geometry.layout.layout import FlatGroup, FlatRules
 ALIGNMENT = 64
 #: Parameter groups for whose padding there is room.
 GROUPS = 64
-#: Bytes of a message when ranks exchange what they read.
+#: Bytes of a message when ranks exchange their parts.
 MESSAGE = 32 << 20
 
 
 def exchanges(exchange: bool | None, world_size: int) -> bool:
-    """Whether each rank reads a share of the buffers and they exchange them, or each reads all.
+    """True if each rank reads a share of the buffers and the ranks exchange them.
 
-    On the CPU a message is a copy through a socket, and slower than reading from the page cache.
+    By default not on the CPU: a message is a copy through a socket, slower than the page cache.
     """
     if world_size == 1:
         return False
@@ -42,14 +42,13 @@ def exchanges(exchange: bool | None, world_size: int) -> bool:
 
 @dataclass(frozen=True)
 class Family:
-    """Parameters that lie in the same buffers, since the same ranks partition their optimizer state."""
+    """Parameters in the same buffers: the same ranks partition their optimizer state."""
 
     parameters: Mapping[str, nn.Parameter]
     rules: FlatRules
-    #: Whether ranks read shares of the buffers and exchange them.
+    #: True if ranks read shares of the buffers and exchange them.
     exchange: bool
-    #: By name, the layout of what any rank holds of a parameter; one that is not there is whole on every
-    #: rank.
+    #: Layout of each cut parameter on any rank, by name; all others are whole on every rank.
     layouts: Mapping[str, Callable[[int], Layout]] = field(default_factory=dict)
 
 
@@ -61,7 +60,7 @@ class Buffer:
     dtype: torch.dtype
     #: Parameters of ``dtype`` of the family, in their order in the buffer.
     names: tuple[str, ...]
-    #: Where each of them lies.
+    #: Places of the parameters in the buffer.
     group: FlatGroup
 
     @property
@@ -93,33 +92,35 @@ def families_of(
     parallelism: Parallelism,
     rank: int,
 ) -> list[Family]:
-    """What lies together on ``rank``: experts that ranks share out, and those of DeepSpeed's ``MoE``, apart.
+    """Group the parameters of ``rank`` into families with common buffers.
 
-    The latter (``param.allreduce`` is False) may have other values on other ranks. Neither are exchanged, nor
-    is anything where ranks share tensors. What is not cut yet is in the family as a parameter on meta of what
-    the rank will have of it.
+    Shared experts are one family, and so are those of DeepSpeed's ``MoE`` (``param.allreduce`` is False),
+    which may have other values on other ranks. Neither is exchanged, nor is anything if ranks share tensors.
+    A parameter that is still to be cut is replaced by one on meta in its final shape.
     """
     tensors = parallelism.tensors.cuts
-    cut = {
+    experts = {
         name: _cut(name, p, parallelism, rank)
         for name, p in parameters.items()
         if parallelism.is_expert(name)
     }
-    # DeepSpeed's MoE sets ``allreduce`` to False on what each rank has of its own.
-    own = {name: p for name, p in parameters.items() if name not in cut and not getattr(p, "allreduce", True)}
-    rest = {
+    # DeepSpeed's MoE sets ``allreduce`` to False on parameters that differ between ranks.
+    own = {
+        name: p for name, p in parameters.items() if name not in experts and not getattr(p, "allreduce", True)
+    }
+    dense = {
         name: _cut(name, p, parallelism, rank) if name in tensors else p
         for name, p in parameters.items()
-        if name not in own and name not in cut
+        if name not in own and name not in experts
     }
-    slices = {name: held_layouts(parallelism, name) for name in rest if name in tensors}
-    found = [Family(rest, rules, exchange and not slices, slices), Family(own, rules, False)]
-    if cut:
-        held = {name: held_layouts(parallelism, name) for name in cut}
-        # Only these ranks have the same experts, so they alone partition their optimizer state.
+    slices = {name: held_layouts(parallelism, name) for name in dense if name in tensors}
+    families = [Family(dense, rules, exchange and not slices, slices), Family(own, rules, False)]
+    if experts:
+        layouts = {name: held_layouts(parallelism, name) for name in experts}
+        # Only these ranks have the same experts, so they partition the optimizer state.
         owners = parallelism.mesh.expert_data(rank)[1]
-        found.append(Family(cut, replace(rules, partitions=owners), False, held))
-    return found
+        families.append(Family(experts, replace(rules, partitions=owners), False, layouts))
+    return families
 
 
 def _cut(name: str, parameter: nn.Parameter, parallelism: Parallelism, rank: int) -> nn.Parameter:
@@ -131,7 +132,7 @@ def _cut(name: str, parameter: nn.Parameter, parallelism: Parallelism, rank: int
 
 
 def held_layouts(parallelism: Parallelism, name: str) -> Callable[[int], Layout]:
-    """What each rank holds of the parameter ``name`` that a mesh cuts: all of its experts, or its slices."""
+    """Return the layout of a cut parameter on each rank: its experts or slices, whole."""
     return functools.partial(_held, parallelism, name)
 
 
@@ -141,17 +142,18 @@ def _held(parallelism: Parallelism, name: str, rank: int) -> Layout:
 
 
 def buffers_of(families: Sequence[Family]) -> list[Buffer]:
-    """One buffer for each family and dtype; what is trained comes first in it."""
-    made = []
+    """Make one buffer for each family and dtype; trained parameters come first."""
+    buffers = []
     for family in families:
         parameters = family.parameters
         for dtype in dict.fromkeys(parameter.dtype for parameter in parameters.values()):
             names = [name for name, p in parameters.items() if p.dtype == dtype]
-            # Stable: within each half the order of the model. The optimizer takes what is trained as one run.
+            # The sort is stable and keeps the model's order. The optimizer takes trained parameters as one
+            # run.
             names.sort(key=lambda name: not parameters[name].requires_grad)
             numels = [prod(parameters[name].shape) for name in names]
-            made.append(Buffer(family, dtype, tuple(names), family.rules.group(numels, dtype.itemsize)))
-    return made
+            buffers.append(Buffer(family, dtype, tuple(names), family.rules.group(numels, dtype.itemsize)))
+    return buffers
 
 
 def placed_whole(
@@ -162,38 +164,41 @@ def placed_whole(
     waits: bool,
     zero_stage: int,
 ) -> Placements:
-    """Placements in flat buffers; ``waits``: whether these may lie in host memory until the engine starts."""
+    """Return placements in flat buffers.
+
+    ``waits``: the buffers may be in host memory until the engine starts.
+    """
     size = rules.partitions
-    # Of rank 0, which has as many experts as any.
+    # Rank 0 has as many experts as any rank.
     families = families_of(parameters, rules, exchanges(exchange, size), parallelism, 0)
     buffers = buffers_of(families)
-    held = sum(buffer.nbytes for buffer in buffers)
-    here = MemoryFit.here(default_device())
+    nbytes = sum(buffer.nbytes for buffer in buffers)
+    fit = MemoryFit.here(default_device())
     # On the host the ranks of a machine share one memory; of accelerators each has its own.
-    fits = [here] * (min(size, RANKS_OF_A_MACHINE) if here.on_host else 1)
+    fits = [fit] * (min(size, RANKS_OF_A_MACHINE) if fit.on_host else 1)
     parts: dict[str, Callable[[int], Layout]] = {}
     exchanged = [buffer for buffer in buffers if buffer.family.exchange]
     for buffer in exchanged:
         for place, name in enumerate(buffer.names):
             parts[name] = buffer.group.share(place, parameters[name].shape, size)
-    cut = {name: at for family in families for name, at in family.layouts.items()}
-    runs, mesh = {**parts, **cut}, parallelism.mesh
+    layouts = {name: at for family in families for name, at in family.layouts.items()}
+    runs, mesh = {**parts, **layouts}, parallelism.mesh
 
     def alike(name: str) -> Hashable:
-        return ("cut", parallelism.cut(name)) if name in cut else name if name in parts else None
+        return ("cut", parallelism.cut(name)) if name in layouts else name if name in parts else None
 
     def twin(rank: int) -> int:
-        # With an exchange each rank wants a share of its own; without, ranks differ in what is cut alone.
-        return rank if parts else rank % lcm(mesh.expert_parallel, mesh.tensor_parallel) if cut else 0
+        # With an exchange each rank reads another share; otherwise only cut parameters differ.
+        return rank if parts else rank % lcm(mesh.expert_parallel, mesh.tensor_parallel) if layouts else 0
 
     return Placements(
         layout=lambda name, rank: runs[name](rank) if name in runs else replicated(parameters[name].shape),
         alike=alike,
         twin=twin,
         homes=dict.fromkeys(parameters, DEVICE),
-        held=held,
+        held=nbytes,
         gathered=sum(buffer.received for buffer in exchanged),
-        residence=residence_of(held, fits, waits, zero_stage > 0),
+        residence=residence_of(nbytes, fits, waits, zero_stage > 0),
     )
 
 
@@ -231,13 +236,13 @@ class FlatBufferShards:
         return residence
 
     def _buffers(self, model: nn.Module, names: Sequence[str]) -> list[Buffer]:
-        wanted = set(names)
-        parameters = {n: p for n, p in model.named_parameters() if n in wanted}
+        included = set(names)
+        parameters = {n: p for n, p in model.named_parameters() if n in included}
         rank = self._world.rank
         return buffers_of(families_of(parameters, self._rules, self._exchange, self._parallelism, rank))
 
     def shard(self, model: nn.Module, names: Sequence[str]) -> list[Shard]:
-        """Give each parameter its place in a buffer; its shard is what this rank reads of it."""
+        """Give each parameter its place in a buffer; its shard is the part that this rank reads."""
         new, made = {}, {}
         for buffer in self._buffers(model, names):
             # Not zeros: what parameters cover is read from the checkpoint. Gaps and the end are, since sums
@@ -261,22 +266,24 @@ class FlatBufferShards:
         shape = tuple(family.parameters[name].shape)
         rank, size = self._world.rank, self._world.size
         if not family.exchange:
-            held = family.layouts.get(name) or (lambda _: replicated(shape))
-            return Shard(name, held(rank), whole, held)
+            layout = family.layouts.get(name) or (lambda _: replicated(shape))
+            return Shard(name, layout(rank), whole, layout)
         at = group.share(place, shape, size)
-        # Where this rank's share of the buffer begins within the parameter, clamped to it.
+        # Start of this rank's share of the buffer within the parameter, clamped to it.
         first = min(max(rank * (group.numel // size) - group.offsets[place], 0), whole.numel())
         part = whole[first : first + at(rank).numel]
         return Shard(name, at(rank), part, at, local=replicated(shape))
 
-    def make_parameter(self, old: nn.Parameter, whole: torch.Tensor, name: str, family: Family) -> nn.Parameter:
+    def make_parameter(
+        self, old: nn.Parameter, whole: torch.Tensor, name: str, family: Family
+    ) -> nn.Parameter:
         """The parameter ``old`` over the 1-D ``whole``, with its attributes."""
         new = nn.Parameter(whole.view(old.shape), requires_grad=old.requires_grad)
         new.__dict__.update(old.__dict__)
         return new
 
     def finish(self, model: nn.Module) -> int:
-        """Exchange what the ranks have read, in place; returns the bytes that came from the others."""
+        """Exchange the parts that ranks have read, in place; return the received bytes."""
         # Given up first, so that the buffers do not outlive their parameters here.
         buffers, self._gathered = self._gathered, []
         if buffers:
@@ -287,13 +294,13 @@ class FlatBufferShards:
 
 
 def gather_in_place(buffer: torch.Tensor, rank: int, size: int, message: int = MESSAGE) -> None:
-    """Fill the 1-D ``buffer`` of which each rank has its ``1 / size``, in messages of bounded size."""
+    """Fill the 1-D ``buffer`` from equal parts on all ranks, in messages of bounded size."""
     words = buffer.view(torch.uint8)  # Not every backend carries every dtype.
     # The group is padded so that the ranks divide it.
     share = words.numel() // size
     step = max(1, message // size)
     for start in range(0, share, step):
         count = min(step, share - start)
-        # Views of the buffer itself: what is received lies where it belongs, and needs no memory beside.
+        # Views of the buffer itself: received bytes need no further memory.
         parts = [words[r * share + start : r * share + start + count] for r in range(size)]
         dist.all_gather(parts, parts[rank])

@@ -178,7 +178,9 @@ class FlatShards(FlatBufferShards):
         restore_hooks(model)
         return received
 
-    def make_parameter(self, old: nn.Parameter, whole: torch.Tensor, name: str, family: Family) -> nn.Parameter:
+    def make_parameter(
+        self, old: nn.Parameter, whole: torch.Tensor, name: str, family: Family
+    ) -> nn.Parameter:
         """As it is everywhere, with a mark for the engine."""
         new = super().make_parameter(old, whole, name, family)
         self._keeper.add(new)

@@ -1,7 +1,7 @@
-"""Experts and tensors that ranks share on DeepSpeed: modules cut to this rank's part.
+"""Experts and tensors shared by ranks on DeepSpeed: modules cut to this rank's part.
 
-Every stage composes its shards with this. At stage 3 each expert is partitioned among its owners only; at
-stage 2 it lies in flat buffers of its own, over its owners.
+Every stage shards the result. At stage 3 the owners of an expert partition it; at stage 2 it has flat buffers
+over its owners.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 
 def expert_cutter(world: World, parallelism: Parallelism, partitioned: bool) -> Callable[[nn.Module], None]:
-    """What leaves this rank's experts in a model. Collective.
+    """Return a function that removes other ranks' experts from a model. Collective.
 
     ``partitioned``: experts are partitioned further, and not kept whole.
     """
@@ -81,8 +81,8 @@ def _cut_experts(
         for leaf, name in own.items():
             sections = parallelism.expert_sections(name)
             counts = [section.shape[0] for section in sections]
-            here = sections[parallelism.mesh.expert(rank)[0]]
-            local = _local(module._parameters[leaf], here.shape)
+            section = sections[parallelism.mesh.expert(rank)[0]]
+            local = _local(module._parameters[leaf], section.shape)
             mark(local)
             note_shared(local, groups.size)
             module._parameters[leaf] = local
@@ -98,16 +98,16 @@ def _local(old: nn.Parameter | None, shape: tuple[int, ...]) -> nn.Parameter:
 
 
 def expert_shards(model: nn.Module, parallelism: Parallelism, rank: int) -> dict[str, Shard]:
-    """The ZeRO-3 partitions of ``model`` as they are now, with layouts of the unsharded parameters."""
+    """Return the current ZeRO-3 partitions, with layouts of the unsharded parameters."""
     names = loaded_names(model)
-    found = current_shards(model)
-    for alias, shard in found.items():
-        name = names[alias]  # A tied parameter lies as its first name says.
+    shards = current_shards(model)
+    for alias, shard in shards.items():
+        name = names[alias]  # A tied parameter has the layout of its first name.
         if parallelism.is_expert(name) or parallelism.mesh.tensor_parallel > 1:
             at = functools.partial(_layout, parallelism, name)
-            held = parallelism.holders(name, rank)
-            found[alias] = Shard(name, at(rank), shard.storage, at, held, stepped=held)
-    return found
+            holders = parallelism.holders(name, rank)
+            shards[alias] = Shard(name, at(rank), shard.storage, at, holders, stepped=holders)
+    return shards
 
 
 def _layout(parallelism: Parallelism, name: str, rank: int) -> Layout:
@@ -116,21 +116,21 @@ def _layout(parallelism: Parallelism, name: str, rank: int) -> Layout:
 
 
 def flat_expert_shards(model: nn.Module, parallelism: Parallelism, rank: int) -> dict[str, Shard]:
-    """The experts or slices of ``model`` on this rank, with layouts of the unsharded parameters."""
+    """Return this rank's experts or slices, with layouts of the unsharded parameters."""
     found, mesh = {}, parallelism.mesh
     names = loaded_names(model)
     for alias, parameter in model.named_parameters(remove_duplicate=False):
         name = names[alias]
         if parallelism.cut(name) is not None:
             at = held_layouts(parallelism, name)
-            held = parallelism.owners(name, rank)
-            found[alias] = Shard(name, at(rank), parameter.detach().view(-1), at, held)
+            holders = parallelism.owners(name, rank)
+            found[alias] = Shard(name, at(rank), parameter.detach().view(-1), at, holders)
         elif mesh.tensor_parallel > 1:
             # Whole on every rank, but those that share tensors update the same part of it.
             at = functools.partial(_whole, tuple(parameter.shape))
-            held = (rank, mesh.world_size)
+            holders = (rank, mesh.world_size)
             storage = parameter.detach().view(-1)
-            found[alias] = Shard(name, at(rank), storage, at, held, stepped=mesh.tensor(rank))
+            found[alias] = Shard(name, at(rank), storage, at, holders, stepped=mesh.tensor(rank))
     return found
 
 
@@ -146,7 +146,7 @@ Cutter = tuple[Callable[[nn.Module], None] | None, dist.ProcessGroup | None]
 
 
 def cutter(world: World, settings: DeepSpeedSettings, parallelism: Parallelism, partitioned: bool) -> Cutter:
-    """What leaves this rank's experts or slices in a model. Collective.
+    """Return a function that removes other ranks' experts and slices, and the owners. Collective.
 
     ``partitioned``: they are partitioned further, and not kept whole.
     """
@@ -175,7 +175,7 @@ _SUMMED = "_ds_grad_allreduce_registered"
 def check_rules(
     model: nn.Module, tried: nn.Module, plan: Mapping[str, str], sliced: Collection[str], size: int
 ) -> None:
-    """Raise ConfigError where ``tried``, which DeepSpeed has cut, would not train as ``plan`` has it.
+    """Raise ConfigError if ``tried``, as DeepSpeed cuts it, would train unlike ``plan``.
 
     ``sliced`` are names of parameters of ``model``, which is on meta in its true shapes.
     """
@@ -190,14 +190,14 @@ def check_rules(
 def _wrong(
     model: nn.Module, tried: nn.Module, plan: Mapping[str, str], sliced: Collection[str]
 ) -> Iterator[str]:
-    cut = {name.rpartition(".")[0] for name in sliced}
-    # What gathers its result leaves what is beside it as it was.
-    partial = {name for name in cut if not getattr(tried.get_submodule(name), "gather_output", False)}
+    cut_modules = {name.rpartition(".")[0] for name in sliced}
+    # A module that gathers its result does not affect its neighbours.
+    partial = {name for name in cut_modules if not getattr(tried.get_submodule(name), "gather_output", False)}
     # Modules whose children run on a part of the activations: there "whole" may be wrong.
-    beside = {name.rpartition(".")[0] for name in partial} - {""}
+    parents = {name.rpartition(".")[0] for name in partial} - {""}
     for name, module in model.named_modules():
         style = expand(plan, name, parameter=False)
-        if style is None or name.rpartition(".")[0] not in beside:
+        if style is None or name.rpartition(".")[0] not in parents:
             continue
         became = tried.get_submodule(name)
         if style == "replicated_with_grad_allreduce":
@@ -207,11 +207,15 @@ def _wrong(
             yield f"sum no gradients behind {name}, of whose result each rank uses a part"
         elif style in _GATHERED and name in partial and not _complete(model, became, name):
             yield f"cut {name}, and do not gather its result, which is used whole"
-        elif isinstance(module, nn.Linear) and name not in cut and shard_spec_of(style, name, 2) is not None:
+        elif (
+            isinstance(module, nn.Linear)
+            and name not in cut_modules
+            and shard_spec_of(style, name, 2) is not None
+        ):
             yield f"leave {name} whole, and cut what is beside it"
     for name, parameter in model.named_parameters():
         style, owner = plan.get(name) or expand(plan, name, parameter=True), name.rpartition(".")[0]
-        whole = style is not None and owner in beside and name not in sliced
+        whole = style is not None and owner in parents and name not in sliced
         if whole and shard_spec_of(str(style), name, parameter.dim()) is not None:
             yield f"leave {name} whole, and cut what is beside it"
 
@@ -224,7 +228,7 @@ def _complete(model: nn.Module, became: nn.Module, name: str) -> bool:
 
 
 def check_structure(model: nn.Module, size: int) -> None:
-    """Raise ConfigError for a model whose attention looks at the number of a head, which ranks count anew."""
+    """Raise ConfigError for attention that depends on head numbers, which change on each rank."""
     if any(hasattr(module, "build_alibi_tensor") for module in model.modules()):
         raise ConfigError(
             f"tensor_parallel={size}: {type(model).__name__} has a position bias for each head "
@@ -233,7 +237,7 @@ def check_structure(model: nn.Module, size: int) -> None:
 
 
 def check_dropout(model: nn.Module, size: int) -> None:
-    """Raise ConfigError for heads that ranks share unevenly, and drop out: their draws would differ."""
+    """Raise ConfigError for heads shared unevenly with dropout: ranks would draw differently."""
     heads, keys = _heads(model)
     names = ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop")
     config = _text(model)
@@ -267,17 +271,18 @@ def tensor_cuts(
     model: nn.Module,
     size: int,
     section: DeepSpeedConfig,
-    given: Mapping[str, str] | None,
+    plan_rules: Mapping[str, str] | None,
     experts: ParallelPlan,
 ) -> ParallelPlan:
-    """What DeepSpeed cuts of ``model`` (on meta, in its true shapes) for ``size`` ranks that share tensors.
+    """Return DeepSpeed's cuts of ``model`` for ``size`` ranks that share tensors.
 
-    ``section`` is the configuration's, ``given`` a plan in transformers' styles in its place, ``experts``
-    what is shared otherwise. Raises ConfigError for a model that DeepSpeed does not cut, or in a way that
-    leaves a rank without a part, and EngineError where it takes a parameter for one of another shape.
+    ``model`` is on meta, in its true shapes. ``section`` is the configuration's, ``plan_rules`` a plan in
+    transformers' styles that replaces it, ``experts`` the plan of shared experts. Raises ConfigError for a
+    model that DeepSpeed does not cut, or cuts so that a rank has no part. Raises EngineError if it assumes
+    another shape.
     """
     kind = type(model).__name__
-    configured = given is not None or any(section.get(key) for key in TENSOR_RULES)
+    configured = plan_rules is not None or any(section.get(key) for key in TENSOR_RULES)
     check_structure(model, size)
     check_dropout(model, size)
     plan = library_of(model).parallel_rules(model, "tp")
@@ -287,7 +292,7 @@ def tensor_cuts(
     # Tied before: a tie decides whether an embedding and a head are cut alike.
     library.tie(tried, set(library.ties(tried)))
     try:
-        slices = upstream.described(tried, size, _ruled(model, section, given, experts))
+        slices = upstream.described(tried, size, _ruled(model, section, plan_rules, experts))
     except ConfigError as error:
         if not plan:
             raise
@@ -324,36 +329,35 @@ def _cut(name: str, piece: Slice, size: int) -> Ranges:
 
 
 def tensor_cutter(
-    world: World, parallelism: Parallelism, section: DeepSpeedConfig, given: Mapping[str, str] | None
+    world: World, parallelism: Parallelism, section: DeepSpeedConfig, plan_rules: Mapping[str, str] | None
 ) -> tuple[Callable[[nn.Module], None], dist.ProcessGroup]:
-    """What leaves this rank's slices in a model, and the ranks that have the same ones. Collective.
+    """Return a function that slices a model, and the owners of equal slices. Collective.
 
-    Arguments are as in ``tensor_cuts``; the section's rules are settled with the model.
+    Arguments are as in ``tensor_cuts``; the section's rules are completed by the model.
     """
     upstream.require_layers()
     with world.collectives("making the groups that share tensors"):
         groups = TensorGroups(parallelism.mesh.tensor_parallel)
 
     def cut(model: nn.Module) -> None:
-        _sliced(model, parallelism, _ruled(model, section, given, parallelism.experts), groups)
+        _sliced(model, parallelism, _ruled(model, section, plan_rules, parallelism.experts), groups)
         share_draws(model, groups.tensors)
 
     return cut, groups.owners
 
 
 def _ruled(
-    model: nn.Module, section: DeepSpeedConfig, given: Mapping[str, str] | None, experts: ParallelPlan
+    model: nn.Module, section: DeepSpeedConfig, plan_rules: Mapping[str, str] | None, experts: ParallelPlan
 ) -> DeepSpeedConfig:
-    """The section with the plan that is ``given``, or where neither says more with the model's own.
+    """Return the section with the ``plan_rules`` plan, or else with the model's own plan.
 
-    DeepSpeed knows no style of experts, and refuses a plan that has one: what ranks share by ``experts`` is
-    left out.
+    DeepSpeed refuses a plan with styles of experts, so parameters that ``experts`` cuts are left out.
     """
-    if given is None and experts.cuts and not any(section.get(key) for key in TENSOR_RULES):
-        given = library_of(model).parallel_rules(model, "tp")
-    if not given:
+    if plan_rules is None and experts.cuts and not any(section.get(key) for key in TENSOR_RULES):
+        plan_rules = library_of(model).parallel_rules(model, "tp")
+    if not plan_rules:
         return section
-    return {**section, **upstream.rules_of_plan(rules_without(given, experts))}
+    return {**section, **upstream.rules_of_plan(rules_without(plan_rules, experts))}
 
 
 def _sliced(
@@ -365,9 +369,9 @@ def _sliced(
     upstream.sliced(model, size, section)
     mark_sliced(model, size, section, groups)
     cuts = parallelism.tensors.cuts
-    # What was planned from the copy against what became of the model: reading goes by the plan.
-    found = {name: Ranges(s.dim, s.ranks) for name, s in slices_of(model).items()}
-    wrong = next((name for name in {**found, **cuts} if found.get(name) != cuts.get(name)), None)
+    # Compare the plan, made from the copy, with the model: reading follows the plan.
+    actual = {name: Ranges(s.dim, s.ranks) for name, s in slices_of(model).items()}
+    wrong = next((name for name in {**actual, **cuts} if actual.get(name) != cuts.get(name)), None)
     if wrong is not None:
         raise EngineError(
             f"DeepSpeed would slice {wrong} differently with this checkpoint, which has two tensors "

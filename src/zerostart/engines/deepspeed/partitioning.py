@@ -31,7 +31,7 @@ from zerostart.upstream.deepspeed.zero3_optimizer import Reader, mark, require_s
 from zerostart.upstream.deepspeed.zero3_partitions import load_operations, mark_leaves
 from zerostart.upstream.types import DeepSpeedConfig
 
-# What the ZeRO-3 optimizer has to know of parameters: where dtypes mix, and who reads their masters.
+# Marks for the ZeRO-3 optimizer: mixtures of dtypes, and the reader of masters.
 
 
 def check_mixture(parameters: Mapping[str, nn.Parameter], settings: DeepSpeedSettings) -> None:
@@ -53,7 +53,7 @@ def check_mixture(parameters: Mapping[str, nn.Parameter], settings: DeepSpeedSet
 
 def mark_parameters(model: nn.Module, rounded: Collection[str], reader: Reader | None) -> None:
     """Mark all parameters, those named ``rounded`` with what reads their masters."""
-    # Nothing but an identity: parameters with the same one lie in the same buffers.
+    # An identity only: parameters with the same one are in the same buffers.
     load = object()
     for name, parameter in model.named_parameters():
         mark(parameter, name, reader if name in rounded else None, arrange, load)
@@ -62,33 +62,33 @@ def mark_parameters(model: nn.Module, rounded: Collection[str], reader: Reader |
 # Bringing the partitions of a load next to each other, in the buffer in which they were made.
 
 
-def arrange(groups: Sequence[Sequence[torch.Tensor]], others: Sequence[torch.Tensor]) -> None:
-    """Make the 1-D tensors of ``groups`` lie one after another, groups of one dtype first to last.
+def arrange(groups: Sequence[Sequence[torch.Tensor]], other_tensors: Sequence[torch.Tensor]) -> None:
+    """Place the 1-D tensors of ``groups`` one after another, in place.
 
-    That is done within the storage that most of them share, with a bounded amount of memory beside it; those
-    that lie elsewhere are copied into it. ``others`` are the tensors that may lie there as well: they go to
-    the end. Does nothing where there is no room, and where a tensor that nobody has named shares the storage.
+    The target is the storage that most of them share; tensors from elsewhere are copied into it. ``others``
+    may be in it as well, and move to its end. Does nothing without room, or if an unlisted tensor shares the
+    storage.
     """
-    wanted = [tensor for group in groups for tensor in group]
-    storage = _home(wanted)
+    grouped = [tensor for group in groups for tensor in group]
+    storage = _home(grouped)
     if storage is None:
         return
-    here = {id(t): t for t in (*wanted, *others) if _address(t) == storage.data_ptr()}
+    members = {id(t): t for t in (*grouped, *other_tensors) if _address(t) == storage.data_ptr()}
     targets: dict[int, int] = {}
     end, dtype = 0, None
-    for tensor in wanted:
+    for tensor in grouped:
         # Groups of one dtype without a gap, as DeepSpeed wants a sub-group; another dtype begins aligned.
         start = end if tensor.dtype == dtype else end + -end % ALIGNMENT
         targets[id(tensor)] = start
         end, dtype = start + tensor.nbytes, tensor.dtype
-    for tensor in here.values():
+    for tensor in members.values():
         if id(tensor) not in targets:
             targets[id(tensor)] = end + -end % ALIGNMENT
             end = targets[id(tensor)] + tensor.nbytes
-    base = reorder(storage, [(tensor, targets[id(tensor)]) for tensor in here.values()], end)
+    base = reorder(storage, [(tensor, targets[id(tensor)]) for tensor in members.values()], end)
     if base is None:
         return
-    for tensor in (t for t in wanted if id(t) not in here):
+    for tensor in (t for t in grouped if id(t) not in members):
         # After the move, when its place is free.
         place = targets[id(tensor)]
         new = base[place : place + tensor.nbytes].view(tensor.dtype)
@@ -97,14 +97,14 @@ def arrange(groups: Sequence[Sequence[torch.Tensor]], others: Sequence[torch.Ten
 
 
 def _home(tensors: Sequence[torch.Tensor]) -> torch.UntypedStorage | None:
-    """The storage that holds most of the tensors, by bytes; None where there is nothing to hold."""
-    held: dict[int, int] = {}
+    """Return the storage with most bytes of the tensors, None if all are empty."""
+    nbytes: dict[int, int] = {}
     storages = {}
     for tensor in tensors:
         storages[_address(tensor)] = tensor
-        held[_address(tensor)] = held.get(_address(tensor), 0) + tensor.nbytes
-    held.pop(0, None)  # Tensors without data.
-    return storages[max(held, key=lambda at: held[at])].untyped_storage() if held else None
+        nbytes[_address(tensor)] = nbytes.get(_address(tensor), 0) + tensor.nbytes
+    nbytes.pop(0, None)  # Tensors without data.
+    return storages[max(nbytes, key=lambda at: nbytes[at])].untyped_storage() if nbytes else None
 
 
 def _address(tensor: torch.Tensor) -> int:
@@ -156,7 +156,10 @@ class PartitionMaker(ShardMaker):
         self.device = upstream.parameter_device(self._init)
 
     def shard(self, model: nn.Module, names: Sequence[str]) -> list[Shard]:
-        """Replace each parameter by an empty ZeRO-3 parameter. Raises EngineError for a mixture of dtypes."""
+        """Replace each parameter by an empty ZeRO-3 parameter.
+
+        Raises EngineError for a mixture of dtypes.
+        """
         if self._cut is not None:
             self._cut(model)
         parameters = dict(model.named_parameters())
@@ -194,9 +197,9 @@ class PartitionMaker(ShardMaker):
         return shards
 
     def finish(self, model: nn.Module) -> int:
-        """Write what lies on NVMe to the device; other partitions are in place as soon as they are filled.
+        """Write the partitions on NVMe to the device; all others are in place already.
 
-        Gradients that are partial on each rank are summed by the new parameters.
+        New parameters sum gradients that are partial on each rank.
         """
         if self._swapped:
             nvme.write_through(self._init, self._swapped)
@@ -214,10 +217,10 @@ class PartitionMaker(ShardMaker):
 
 
 def _leave_room(arenas: Mapping[upstream.Home, Arena], placed: Sequence[Placed]) -> None:
-    """Reserve room on the host for what an optimizer moves there: trained parameters that are persistent.
+    """Reserve host memory for persistent trained parameters, which the optimizer moves there.
 
-    They start on the accelerator. ``deepspeed.initialize`` puts all that is trained into one host buffer, and
-    that is this one if it has the room.
+    They start on the accelerator. ``deepspeed.initialize`` puts all trained parameters into one host buffer:
+    this one, if it has the room.
     """
     hosts = [arena for home, arena in arenas.items() if home.device.type == "cpu"]
     for _, parameter, layout, home, _ in placed:
@@ -226,7 +229,7 @@ def _leave_room(arenas: Mapping[upstream.Home, Arena], placed: Sequence[Placed])
 
 
 def holders_of(ranks: Sequence[int], world_size: int) -> tuple[int, int]:
-    """Of a group that shares partitions, its place among the groups that do, and their number.
+    """Return the place of a partition group among all such groups, and their number.
 
     Groups are neighbours, or take every n-th rank. Raises EngineError for others.
     """
@@ -250,33 +253,32 @@ def current_shards(model: nn.Module) -> dict[str, Shard]:
         if state is not None:
             partition, shape, rank, size = state
             at = functools.partial(flat_partition, tuple(shape), world_size=size)
-            held = (0, 1)
+            holders = (0, 1)
             if size < (world := dist.get_world_size()):
                 # Fewer ranks than there are: others have the same partition, of replicas or of other experts.
-                held = holders_of(upstream.partition_ranks(parameter), world)
-            shards[name] = Shard(name, at(rank), partition, at, held)
+                holders = holders_of(upstream.partition_ranks(parameter), world)
+            shards[name] = Shard(name, at(rank), partition, at, holders)
     return shards
 
 
-# Experts that are modules of their own, under ZeRO-3: what of a model is gathered as one. ZeRO-3 gathers a
-# module's parameters when it runs, and reduces gradients as they come, on all ranks alike. Where each expert
-# is a module and runs only if a token reaches it, ranks whose tokens go to other experts would wait for each
-# other for ever. DeepSpeed's remedy is a leaf module: its parameters are gathered together when it runs, and
-# experts that no token has reached get gradients of zero.
+# Experts that are separate modules. ZeRO-3 gathers a module's parameters when it runs, and reduces gradients
+# as they come, on all ranks alike. If each expert is a module and runs only when a token reaches it, ranks
+# whose tokens reach other experts would wait for each other forever. DeepSpeed's remedy is a leaf module: its
+# parameters are gathered together when it runs, and unreached experts get gradients of zero.
 
 
 def expert_leaves(model: nn.Module) -> list[nn.Module]:
-    """The modules of ``model`` that run some of several experts, each a module of its own.
+    """List the modules of ``model`` that run one of several expert modules at a time.
 
-    The container called ``experts``, if it is run itself, and else the module that has it.
+    This is the container called ``experts`` if it runs itself, otherwise its parent.
     """
-    found: dict[nn.Module, None] = {}
+    leaves: dict[nn.Module, None] = {}
     for parent in model.modules():
         for name, child in parent.named_children():
             if "experts" in name and _several(child):
                 runs = type(child).forward not in (nn.ModuleList.forward, nn.ModuleDict.forward)
-                found[child if runs else parent] = None
-    return list(found)
+                leaves[child if runs else parent] = None
+    return list(leaves)
 
 
 def _several(module: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""The configuration of DeepSpeed, read and checked in one place before anything is built or read."""
+"""The settings of a DeepSpeed configuration, read and checked before anything is built."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from zerostart.geometry.layout import Mesh
 from zerostart.geometry.layout.layout import FlatRules
 from zerostart.upstream.types import DeepSpeedConfig
 
-#: Where parameters and states can be put.
+#: Devices for parameters and states.
 DEVICES = ("none", "cpu", "nvme")
 
 
 def section_of(config: DeepSpeedConfig, key: str, where: str = "engine_config") -> DeepSpeedConfig:
-    """A section of ``config``, {} where there is none; raises ConfigError for anything but a section."""
+    """Return a section of ``config``, {} without one. Raises ConfigError for other values."""
     section = config.get(key)
     if section is None:
         return {}
@@ -29,7 +29,7 @@ def section_of(config: DeepSpeedConfig, key: str, where: str = "engine_config") 
 
 
 def number(section: DeepSpeedConfig, key: str, default: int) -> int:
-    """A whole number that is not negative; "auto" and None are the default. Raises ConfigError for others."""
+    """Return a whole number >= 0; "auto" and None give the default. Raises ConfigError."""
     value = section.get(key, default)
     if value in ("auto", None):
         return default
@@ -39,9 +39,9 @@ def number(section: DeepSpeedConfig, key: str, default: int) -> int:
 
 
 def device_of(section: DeepSpeedConfig, key: str, outdated: object) -> str:
-    """One of ``DEVICES``, that an offload section names; ``outdated`` is what stood in its place before it.
+    """Return the device of an offload section, one of ``DEVICES``.
 
-    Raises ConfigError for another device.
+    ``outdated`` is the value of the older boolean key. Raises ConfigError for another device.
     """
     if not section:
         return "cpu" if outdated is True else "none"
@@ -51,7 +51,7 @@ def device_of(section: DeepSpeedConfig, key: str, outdated: object) -> str:
     return device
 
 
-#: What of ``expert_parallel`` says how tokens are routed, or experts cut further, and its defaults.
+#: Keys of ``expert_parallel`` that route tokens or cut experts further, with their defaults.
 ROUTING: Mapping[str, object] = {
     "expert_activation": None,
     "expert_tensor_parallel_size": 1,
@@ -68,9 +68,9 @@ ROUTING: Mapping[str, object] = {
 
 
 def autoep_size(config: DeepSpeedConfig) -> int:
-    """The ranks that share experts by the section ``expert_parallel``; 0 where it is not enabled.
+    """Return the number of ranks that share experts; 0 if ``expert_parallel`` is off.
 
-    Raises ConfigError for what would have experts run otherwise than the model itself does.
+    Raises ConfigError for settings that would run experts unlike the model itself.
     """
     section = section_of(config, "expert_parallel")
     if section.get("enabled") is not True:
@@ -102,7 +102,7 @@ _DTYPES = {**_PRECISIONS, "fp32": torch.float32, "float32": torch.float32, "floa
 _OPTIMIZERS = {"adam": "fused_adamw", "adamw": "fused_adamw", "sgd": "sgd"}
 #: Without one of these DeepSpeed reduces no gradients of experts at stages 1 and 2.
 _REDUCING = ("contiguous_gradients", "reduce_scatter")
-#: What of the section ``tensor_parallel`` says which layers are cut.
+#: Keys of ``tensor_parallel`` that say which layers are cut.
 TENSOR_RULES = ("preset_model", "partition_config")
 _ZERO = "engine_config['zero_optimization']"
 _ALL_REDUCE = "stage3_use_all_reduce_for_fetch_params"
@@ -110,13 +110,13 @@ _ALL_REDUCE = "stage3_use_all_reduce_for_fetch_params"
 
 @dataclass(frozen=True)
 class DeepSpeedSettings:
-    """What a load and a forecast need to know of a configuration; "auto" is DeepSpeed's default."""
+    """Settings for a load and a forecast; "auto" is DeepSpeed's default."""
 
     #: None where the configuration does not say.
     stage: int | None = None
     #: None where the configuration does not say.
     dtype: torch.dtype | None = None
-    #: Where partitions lie: ``none``, ``cpu`` or ``nvme``.
+    #: Home of partitions: ``none``, ``cpu`` or ``nvme``.
     offload: str = "none"
     pinned: bool = False
     states_pinned: bool = False
@@ -124,7 +124,7 @@ class DeepSpeedSettings:
     secondary: int = 1
     #: DeepSpeed's ``stage3_partition_stream_chunk_size``, in elements; 0 for unset.
     stream_elements: int = 0
-    #: Whether the configuration says which modules are leaves.
+    #: True if the configuration names leaf modules.
     names_leaves: bool = False
     quantized_weights: bool = False
     quantized_frozen_weights: bool = False
@@ -138,10 +138,10 @@ class DeepSpeedSettings:
     bucket: int = 500_000_000
     #: Elements updated at a time (stage 3).
     sub_group: int = 1_000_000_000
-    #: As ``offload``, of the states.
+    #: Home of the optimizer states, as in ``offload``.
     optimizer_home: str = "none"
-    #: Whether the update runs in DeepSpeedCPUAdam, which DeepSpeed insists on for offloaded states unless
-    #: ``zero_force_ds_cpu_optimizer`` is false.
+    #: True if DeepSpeedCPUAdam updates: required for offloaded states unless ``zero_force_ds_cpu_optimizer``
+    #: is false.
     fused: bool = True
     swap_buffers: int = SWAP_BUFFERS
     #: Dtype in which gradients are kept; None for the model's own.
@@ -150,7 +150,7 @@ class DeepSpeedSettings:
     optimizer: str | None = None
     #: Ranks that share sequences.
     sequence_parallel: int = 1
-    #: What DeepSpeed divides gradients by before it reduces them.
+    #: Divisor of gradients before their reduction.
     predivide: float = 1.0
     #: Settings with which DeepSpeed handles trainable parameters of one dtype only.
     one_dtype: tuple[str, ...] = ()
@@ -160,67 +160,67 @@ class DeepSpeedSettings:
     data_before_experts: bool = False
     #: zerostart's own setting, which comes before the model's own plan.
     ep_plan: Mapping[str, str] | None = None
-    #: The same for tensors.
+    #: zerostart's own tensor plan, which precedes the model's.
     tp_plan: Mapping[str, str] | None = None
     #: The section ``tensor_parallel``.
     tensors: DeepSpeedConfig = field(default_factory=dict)
     #: Its number of ranks; 0 where it does not say.
     autotp_size: int = 0
-    #: Whether a compiler's pass does the collectives of tensors.
+    #: True if a compiler pass runs the collectives of tensors.
     compiles_tensors: bool = False
     #: Number of ranks of an enabled section ``expert_parallel``; 0 where there is none.
     autoep_size: int = 0
 
     @classmethod
     def of(cls, config: DeepSpeedConfig | None) -> DeepSpeedSettings:
-        """Read a configuration; raises ConfigError or EngineError for what no load can serve."""
+        """Read a configuration. Raises ConfigError or EngineError if no load can serve it."""
         if config is not None and not isinstance(config, Mapping):
             raise ConfigError(
                 f"engine_config is a {type(config).__name__}; DeepSpeed takes its configuration as a dict"
             )
-        known: DeepSpeedConfig = config or {}
-        if section_of(known, "weight_quantization").get("quantized_initialization"):
+        given: DeepSpeedConfig = config or {}
+        if section_of(given, "weight_quantization").get("quantized_initialization"):
             raise ConfigError(
                 "engine_config['weight_quantization'] has quantized_initialization, which would store "
                 "weights in other bits than the checkpoint holds; leave it out"
             )
-        zero = section_of(known, "zero_optimization")
-        accumulated = section_of(known, "data_types").get("grad_accum_dtype")
+        zero = section_of(given, "zero_optimization")
+        accumulated = section_of(given, "data_types").get("grad_accum_dtype")
         return cls(
             stage=number(zero, "stage", 0) if zero.get("stage") not in (None, "auto") else None,
-            dtype=_dtype(known),
+            dtype=_dtype(given),
             quantized_weights=zero.get("zero_quantized_weights") is True,
             quantized_frozen_weights=zero.get("zero_quantized_nontrainable_weights") is True,
-            aio_block_size=number(section_of(known, "aio"), "block_size", MIN_SWAP),
+            aio_block_size=number(section_of(given, "aio"), "block_size", MIN_SWAP),
             round_robin=zero.get("round_robin_gradients") is True,
             aligned=zero.get("parameter_alignment") is True,
             names_leaves="leaf_module" in zero,
-            fused=known.get("zero_force_ds_cpu_optimizer") is not False,
+            fused=given.get("zero_force_ds_cpu_optimizer") is not False,
             accumulates=_DTYPES.get(str(accumulated)),
-            optimizer=_optimizer(known),
-            sequence_parallel=number(known, "sequence_parallel_size", 1),
-            predivide=1.0 if (factor := known.get("gradient_predivide_factor", 1.0)) == "auto" else factor,
-            data_before_experts=known.get("use_data_before_expert_parallelism") is True,
+            optimizer=_optimizer(given),
+            sequence_parallel=number(given, "sequence_parallel_size", 1),
+            predivide=1.0 if (factor := given.get("gradient_predivide_factor", 1.0)) == "auto" else factor,
+            data_before_experts=given.get("use_data_before_expert_parallelism") is True,
             unreduced=tuple(key for key in _REDUCING if zero.get(key, True) is False),
-            ep_plan=known.get("ep_plan"),
-            tp_plan=known.get("tp_plan"),
-            tensors=(tensors := section_of(known, "tensor_parallel")),
+            ep_plan=given.get("ep_plan"),
+            tp_plan=given.get("tp_plan"),
+            tensors=(tensors := section_of(given, "tensor_parallel")),
             autotp_size=number(tensors, "autotp_size", 0),
-            compiles_tensors="autotp" in (section_of(known, "compile").get("passes") or ()),
-            autoep_size=autoep_size(known),
+            compiles_tensors="autotp" in (section_of(given, "compile").get("passes") or ()),
+            autoep_size=autoep_size(given),
             **_sizes(zero),
             **_homes(zero),
         )
 
     @property
     def states_on_host(self) -> bool:
-        """Whether the optimizer's states are in host memory."""
+        """True if the optimizer's states are in host memory."""
         return self.optimizer_home == "cpu"
 
     def check(self, zero_stage: int, mesh: Mesh) -> None:
         """Raise EngineError for a configuration of another stage.
 
-        Raises ConfigError for what is known not to train right with these settings.
+        Raises ConfigError for settings that are known to train wrongly.
         """
         if self.stage not in (None, zero_stage):
             raise EngineError(
@@ -329,35 +329,35 @@ class DeepSpeedSettings:
         return zero_stage == 1 and self.accumulates == torch.float32 and self.optimizer_home == "none"
 
     def flat_rules(self, zero_stage: int, partitions: int) -> FlatRules:
-        """How the optimizer that the configuration asks for flattens; a guess where it says too little."""
+        """Return the flattening rules of the configured optimizer, a guess if unknown."""
         plain = self._plain_bf16(zero_stage)  # It knows neither option.
         return FlatRules(
             partitions, round_robin=self.round_robin and not plain, aligned=self.aligned and not plain
         )
 
     def homes(self, sizes: Mapping[str, tuple[int, int, int]], world_size: int) -> dict[str, str]:
-        """Where each parameter's partition lies, one of ``DEVICES``, by name.
+        """Return the home of each parameter's partition, one of ``DEVICES``, by name.
 
-        ``sizes`` has ``(elements, ranks that partition them, bytes of an element)``. Small parameters stay on
-        the accelerator, in order, until they fill their budget (``Init._convert_to_deepspeed_param``); NVMe
-        gets partitions of at least one block (``AsyncPartitionedParameterSwapper.swappable_tensor``).
+        ``sizes`` has ``(elements, ranks that partition them, bytes of an element)``. Small parameters remain
+        on the accelerator, in order, until they fill their budget (``Init._convert_to_deepspeed_param``).
+        NVMe gets partitions of at least one block (``AsyncPartitionedParameterSwapper.swappable_tensor``).
         """
-        found: dict[str, str] = {}
+        homes: dict[str, str] = {}
         # In the order of the model, as DeepSpeed converts parameters: the budget is spent by the first small
         # ones.
         kept, budget = 0, self.persistent_model // world_size
         for name, (numel, owners, itemsize) in sizes.items():
             persistent = numel <= self.persistent_parameter and kept + numel <= budget
             kept += numel if persistent else 0
-            # Of the padded partition: all owners have files of one size.
+            # Size of the padded partition: the files of all owners have one size.
             nbytes = -(-numel // owners) * itemsize
             if self.offload == "nvme" and nbytes >= max(MIN_SWAP, self.aio_block_size):
-                found[name] = "nvme"
+                homes[name] = "nvme"
             elif persistent or self.offload == "none":
-                found[name] = "none"
+                homes[name] = "none"
             else:
-                found[name] = "cpu"
-        return found
+                homes[name] = "cpu"
+        return homes
 
 
 def _dtype(config: DeepSpeedConfig) -> torch.dtype | None:

@@ -1,4 +1,4 @@
-"""DeepSpeed in a training run: its complete configuration, how accelerate starts it, and weight decay."""
+"""DeepSpeed in a training run: configuration, start by accelerate, and weight decay."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _RENAMED = (r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
 HOST_BACKEND = "gloo"
 
 
-def training_config(stage: int, job: TrainingJob, given: DeepSpeedConfig) -> dict[str, object]:
-    """A complete ``ds_config`` of ``job``, and the user's ``given`` over it.
+def training_config(stage: int, job: TrainingJob, user_config: DeepSpeedConfig) -> dict[str, object]:
+    """A complete ``ds_config`` of ``job``, and the user's ``user_config`` over it.
 
     ``auto`` is replaced by our value. A value that contradicts the job raises ConfigError: DeepSpeed would
     train with one, and the schedule and the logs follow the other.
@@ -45,10 +45,10 @@ def training_config(stage: int, job: TrainingJob, given: DeepSpeedConfig) -> dic
         "steps_per_print": 2**31,  # the live display is ours
     }
     for key in ("optimizer", "scheduler"):
-        if key in given:
+        if key in user_config:
             raise ConfigError(f"engine.config.{key}: set the optimizer and the schedule in the section train")
     # The user's keys last: what he adds is taken, what contradicts is refused there.
-    _merge(filled, given, "engine.config")
+    _merge(filled, user_config, "engine.config")
     _fill_hidden_size_values(filled["zero_optimization"], job.hidden_size)
     return filled
 
@@ -73,7 +73,7 @@ def accelerate_setup(
             ),
             "parallelism_config": ParallelismConfig(
                 sp_size=sequence_parallel,
-                # Of this accelerate makes the size of a step that DeepSpeed then holds against its own.
+                # accelerate computes the size of a step from it, and DeepSpeed compares that with its own.
                 dp_shard_size=world_size // sequence_parallel,
                 sp_handler=DeepSpeedSequenceParallelConfig(sp_attn_implementation="sdpa"),
             )
@@ -86,8 +86,8 @@ def accelerate_setup(
     )
 
 
-def _merge(base: dict[str, Any], given: DeepSpeedConfig, where: str) -> None:
-    for key, value in given.items():
+def _merge(base: dict[str, Any], overrides: DeepSpeedConfig, where: str) -> None:
+    for key, value in overrides.items():
         if isinstance(value, dict) and isinstance(base.get(key), dict):
             _merge(base[key], value, f"{where}.{key}")
         elif key not in base:
@@ -114,19 +114,19 @@ def _fill_hidden_size_values(zero: dict[str, object], hidden_size: int | None) -
             zero[key] = values[key]
 
 
-# Weight decay of what no backward reaches: none, as torch's optimizers have it.
-# DeepSpeed steps flat tensors, in which the gradient of a parameter that has none is zero: it would decay.
+# No weight decay for parameters without a gradient, as in torch's optimizers. DeepSpeed steps flat tensors. A
+# missing gradient is zero there, and the parameter would decay.
 
 
 def spare_unreached(engine: DeepSpeedEngine) -> None:
-    """Have the optimizer of DeepSpeed's ``engine`` leave alone what no backward has reached yet, on any rank.
+    """Exempt parameters from weight decay until a backward reaches them on any rank.
 
-    What has been reached once is stepped from then on, as DeepSpeed does, also where it gets no gradient.
+    A parameter that was reached once is stepped from then on, as DeepSpeed does, even without a gradient.
     """
     steps = steps_of(engine)
     decayed = [step for step in steps if step.optimizer.param_groups[step.group].get("weight_decay")]
     if decayed:
-        # One for all optimizers: what was reached is a fact of the parameter.
+        # One object for all optimizers, since being reached is a property of the parameter.
         spared = _Spared(engine, {id(m.parameter): m.parameter for step in decayed for m in step.members})
         for optimizer in {id(step.optimizer): step.optimizer for step in decayed}.values():
             optimizer.register_step_pre_hook(spared.before)
@@ -134,7 +134,7 @@ def spare_unreached(engine: DeepSpeedEngine) -> None:
 
 
 class _Spared:
-    """What no backward has reached, the same on every rank, and how it was before a step."""
+    """Parameters that no backward reached on any rank, and their values before a step."""
 
     def __init__(self, engine: DeepSpeedEngine, parameters: dict[int, Any]) -> None:
         self._engine = engine
@@ -151,9 +151,9 @@ class _Spared:
 
     def _agree(self) -> None:
         flags = [key in self._reached for key in self._hooks]
-        reached = torch.tensor(flags, dtype=torch.int32, device=default_device())
-        dist.all_reduce(reached, dist.ReduceOp.MAX)
-        for key, flag in zip(list(self._hooks), reached.tolist(), strict=True):
+        flags_of_ranks = torch.tensor(flags, dtype=torch.int32, device=default_device())
+        dist.all_reduce(flags_of_ranks, dist.ReduceOp.MAX)
+        for key, flag in zip(list(self._hooks), flags_of_ranks.tolist(), strict=True):
             if flag:
                 # Reached once, stepped for ever: its hook has nothing more to say.
                 self._hooks.pop(key).remove()
