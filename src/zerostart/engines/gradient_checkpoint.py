@@ -1,10 +1,10 @@
-"""Gradient checkpointing: what a function computes is made again in the backward, and not kept until then.
+"""Gradient checkpointing: recompute a function's results in the backward.
 
-A call is taken apart first. Its tensors, wherever they stand in its arguments (by keyword, in lists, tuples
-and dictionaries), become the inputs of the checkpoint; all else stays as it is, keywords under their names.
-Lists and dictionaries are made anew for each run of the function, from what was in them before the first, so
-that a cache that the function fills (``cache[i] = x``, ``index[0] += 1``) is filled once for the caller, and
-the second run finds in it what the first has found.
+Tensors anywhere in the arguments of a call (keywords, lists, tuples, dictionaries) become the inputs of the
+checkpoint; other arguments are passed unchanged. Lists and dictionaries are copied for each run of the
+function, with their contents before the first run. A cache that the function fills (``cache[i] = x``,
+``index[0] += 1``) is therefore filled once for the caller, and the second run starts from the same contents
+as the first.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 def checkpointed(
     function: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object], offload: bool
 ) -> Any:
-    """What ``function(*args, **kwargs)`` gives; see ``zerostart.gradient_checkpoint``.
+    """Call ``function`` as a checkpoint; see ``zerostart.gradient_checkpoint``.
 
-    Raises ConfigError for a cache of past tokens with something in it.
+    Raises ConfigError for a non-empty cache of past tokens.
     """
-    # Nothing is saved then, and so nothing to be computed again.
+    # Without gradients nothing is saved or computed again.
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     call = _Call.of(function, args, kwargs)
@@ -47,15 +47,15 @@ def checkpointed(
 
 
 class _Saved:
-    """An input of a checkpoint: a trained activation of a device in host memory, all else where it is."""
+    """An input of a checkpoint; trained activations of a device are kept in host memory."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._device, self._tensor, self._version = tensor.device, tensor, tensor._version
-        # What needs no gradient is the caller's, for all layers alike, and parameters are the model's.
+        # Inputs without gradients belong to the caller for all layers, and parameters to the model.
         parameter = isinstance(tensor, nn.Parameter)
         if tensor.device.type != "cpu" and tensor.requires_grad and not parameter:
             self._tensor = torch.empty_like(tensor, device="cpu", pin_memory=True)
-            # On the stream that computes: what is written to the tensor later comes after the copy.
+            # On the computing stream: later writes to the tensor come after the copy.
             self._tensor.copy_(tensor.detach(), non_blocking=True)
             self._version = self._tensor._version
 
@@ -84,44 +84,44 @@ class _SavedLast(torch.autograd.Function):
 
 
 def _recompute_first(results: list[torch.Tensor], inputs: Iterable[torch.Tensor]) -> None:
-    """Have the function run again, to its end, before the backward of anything in it begins.
+    """Run the function again, to its end, before the backward of anything in it begins.
 
-    An engine's hooks gather a module's parameters for its forward and give them back after it. That must not
-    come in between the backward of that very module, which has them gathered, too. So a tensor is saved last
-    of all, and asked for before the first of the nodes that made the results.
+    An engine's hooks gather a module's parameters for its forward and release them after it. That must not
+    happen during the backward of that very module, which needs them gathered, too. So a tensor is saved last
+    of all, and requested before the first of the nodes that made the results.
     """
     # An input that is handed through has a node from outside, whose backward comes after this one's.
     outside = {tensor.grad_fn for tensor in inputs} | {None}
-    made = [tensor for tensor in results if tensor.grad_fn not in outside]
-    if not made:
+    computed = [tensor for tensor in results if tensor.grad_fn not in outside]
+    if not computed:
         return
     save: Any = _SavedLast.apply
-    # No gradient ever flows to it. It is kept for its node, which lets go of what it saved when the result
-    # goes (torch below 2.13).
-    last = save(torch.zeros((), device="cpu", requires_grad=True), made[0].detach())
-    asked = False
+    # No gradient ever flows to it. It keeps its node, which releases its saved tensor when the result is
+    # freed (torch below 2.13).
+    last = save(torch.zeros((), device="cpu", requires_grad=True), computed[0].detach())
+    is_requested = False
 
     def begin(_: object) -> None:
-        nonlocal asked
-        asked = False
+        nonlocal is_requested
+        is_requested = False
 
     def ask(_: object) -> None:
-        nonlocal asked
-        if not asked:
-            asked = True
+        nonlocal is_requested
+        if not is_requested:
+            is_requested = True
             _ = last.grad_fn.saved_tensors  # whose unpacking runs the function again
 
     # Once in each backward: a graph may be retained for several. Hooks of tensors come before those of nodes,
     # among which are an engine's, which gathers for a backward what running again needs, too.
-    register_multi_grad_hook(made, begin, mode="any")
-    for node in {tensor.grad_fn for tensor in made}:
+    register_multi_grad_hook(computed, begin, mode="any")
+    for node in {tensor.grad_fn for tensor in computed}:
         assert node is not None, "left out above"
         node.register_prehook(ask)
 
 
 @dataclass
 class _Call:
-    """A call taken apart: the ``leaves`` of its arguments in the order of ``spec``, None in place of tensors.
+    """A call taken apart: its argument ``leaves`` in the order of ``spec``, without tensors.
 
     ``tensors[i]`` belongs at ``leaves[places[i]]``; ``callers`` are the arguments as the caller has them.
     """
@@ -141,8 +141,10 @@ class _Call:
         leaves, spec = tree_flatten(callers, is_leaf=_is_cache)
         places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         tensors = [leaves[n] for n in places]
-        others = [None if isinstance(leaf, torch.Tensor) else _without_past(leaf) for leaf in leaves]
-        return cls(function, callers, others, spec, tensors, places)
+        leaves_without_tensors = [
+            None if isinstance(leaf, torch.Tensor) else _without_past(leaf) for leaf in leaves
+        ]
+        return cls(function, callers, leaves_without_tensors, spec, tensors, places)
 
     def arguments(self, tensors: tuple[torch.Tensor, ...]) -> tuple[tuple[object, ...], dict[str, object]]:
         """Arguments in new containers, with these tensors in their places."""
@@ -154,18 +156,21 @@ class _Call:
 
     def run(self, *tensors: torch.Tensor) -> object:
         args, kwargs = self.arguments(tensors)
-        # The pytree takes plain containers apart; those of classes of their own are leaves, and stay shared.
-        whole = [leaf for leaf in self.leaves if isinstance(leaf, (dict, list))]  # of classes of their own
-        # To be compared by identity afterwards: what a second run would find changed is an error.
+        # The pytree opens plain containers. Containers of other classes are leaves, and are shared between
+        # runs.
+        whole = [
+            leaf for leaf in self.leaves if isinstance(leaf, (dict, list))
+        ]  # containers of other classes
+        # Compared by identity afterwards: a second run must find the same contents.
         before = [_parts(leaf) for leaf in whole]
-        made = self.function(*args, **kwargs)
+        result = self.function(*args, **kwargs)
         for leaf, parts in zip(whole, before, strict=True):
             _check_unchanged(leaf, parts)
-        if self.callers is not None:  # the first run; later ones compute for a backward alone
+        if self.callers is not None:  # the first run; later ones only compute for a backward
             _give_back(self.callers, (args, kwargs))
             self.callers = None  # not to be kept alive
-        _recompute_first([leaf for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)], tensors)
-        return made
+        _recompute_first([leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)], tensors)
+        return result
 
 
 def _parts(container: dict[object, object] | list[object]) -> list[object]:
@@ -173,7 +178,7 @@ def _parts(container: dict[object, object] | list[object]) -> list[object]:
 
 
 def _check_unchanged(container: dict[object, object] | list[object], before: list[object]) -> None:
-    """Raise ConfigError where a function has changed what is not made anew for its second run."""
+    """Raise ConfigError if a function has changed a container that its second run shares."""
     if not _same_objects(_parts(container), before):
         raise ConfigError(
             f"a function under gradient checkpointing changed a {type(container).__name__} that it "
@@ -206,10 +211,10 @@ def _has_past(cache: Cache) -> bool:
 
 
 def _give_back(own: Any, used: Any) -> object:
-    """Give the caller's containers ``own`` what the function has made of their copies ``used``.
+    """Copy changes of the containers ``used`` back to the caller's containers ``own``.
 
-    Containers inside of containers stay the caller's, too. Returns what stands for ``used`` then: ``own``
-    where it can hold it, else ``used`` itself.
+    Inner containers also remain the caller's. Returns the object for the place of ``used``: ``own`` if it can
+    hold the contents, otherwise ``used`` itself.
     """
     if _is_cache(own):
         return own
@@ -234,15 +239,15 @@ def _give_back(own: Any, used: Any) -> object:
     return own
 
 
-def _same_objects(one: Sequence[object], other: Sequence[object]) -> bool:
-    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
+def _same_objects(first: Sequence[object], second: Sequence[object]) -> bool:
+    return len(first) == len(second) and all(a is b for a, b in zip(first, second, strict=True))
 
 
 class CheckpointedForward:
-    """Stands for the ``forward`` of one module.
+    """Replaces the ``forward`` of one module.
 
-    Hooks stay outside: what an engine gathers before a module's forward it gathers for its backward as well,
-    in which the forward runs again.
+    Hooks remain outside: parameters that an engine gathers before a module's forward it also gathers for its
+    backward, in which the forward runs again.
     """
 
     def __init__(self, module: nn.Module, offload: bool) -> None:
@@ -266,13 +271,13 @@ def checkpoint_blocks(
         raise ConfigError(f"blocks={blocks!r} must be a list of classes or names, such as ['EncoderLayer']")
     if every < 1:
         raise ConfigError(f"every={every} must be 1 (each block) or more (every second, third, ... block)")
-    found = _blocks(model, blocks)
-    if not found:
+    blocks_by_name = _blocks(model, blocks)
+    if not blocks_by_name:
         raise ConfigError(
             f"{type(model).__name__} does not say which modules are its blocks; pass a class, "
             "blocks=['EncoderLayer'], or names of modules, blocks=['encoder.layers.*']"
         )
-    chosen = dict(list(found.items())[::every])
+    chosen = dict(list(blocks_by_name.items())[::every])
     for module in chosen.values():
         if isinstance(module.forward, CheckpointedForward):
             # Undone first: else a checkpoint would run inside a checkpoint.
@@ -281,16 +286,16 @@ def checkpoint_blocks(
     return tuple(chosen)
 
 
-def _blocks(model: nn.Module, wanted: Sequence[str | type[nn.Module]] | None) -> dict[str, nn.Module]:
+def _blocks(model: nn.Module, entries: Sequence[str | type[nn.Module]] | None) -> dict[str, nn.Module]:
     """The blocks by name: no block inside another."""
-    setting = None if wanted is None else "blocks names"
-    if wanted is None:
+    setting = None if entries is None else "blocks names"
+    if entries is None:
         named = dict(model.named_modules())
         kinds = [kind for part in named.values() for kind in getattr(part, "_no_split_modules", None) or ()]
-        wanted = kinds or [f"{n}.*" for n, part in named.items() if isinstance(part, nn.ModuleList)]
-    found: dict[str, nn.Module] = {}
-    for name, module in matching_modules(model, wanted, setting).items():
+        entries = kinds or [f"{n}.*" for n, part in named.items() if isinstance(part, nn.ModuleList)]
+    outermost: dict[str, nn.Module] = {}
+    for name, module in matching_modules(model, entries, setting).items():
         # Outer modules come before inner ones, so looking back is enough.
-        if name and not any(name.startswith(f"{outer}.") for outer in found):
-            found[name] = module
-    return found
+        if name and not any(name.startswith(f"{outer}.") for outer in outermost):
+            outermost[name] = module
+    return outermost

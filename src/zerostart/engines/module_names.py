@@ -19,20 +19,20 @@ def matching_modules(
     which begins with ``setting``, for an entry without a match; None allows it.
     """
     named = dict(model.named_modules())
-    found: set[str] = set()
+    names: set[str] = set()
     for entry in entries:
         hits = [name for name, module in named.items() if _matches(name, module, entry)]
         if not hits and setting is not None:
             shown = entry if isinstance(entry, str) else entry.__name__
             raise ConfigError(f"{setting} {shown!r}, but no module has that class or name")
-        found.update(hits)
-    return {name: module for name, module in named.items() if name in found}
+        names.update(hits)
+    return {name: module for name, module in named.items() if name in names}
 
 
 def _matches(name: str, module: nn.Module, entry: str | type[nn.Module]) -> bool:
     if isinstance(entry, type):
         return isinstance(module, entry)
-    # By any base: FSDP2 gives the modules that it shards a class of its own.
+    # Also by base class: FSDP2 gives sharded modules a new class.
     if any(kind.__name__ == entry for kind in type(module).__mro__):
         return True
     parts, patterns = name.split("."), entry.split(".")

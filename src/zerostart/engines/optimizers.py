@@ -1,4 +1,4 @@
-"""Optimizers that step each element by itself, so that shards are stepped as the whole model would be."""
+"""Optimizers that step each element separately, so that shards can be stepped."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _NAMED = {
 
 
 def is_elementwise(kind: type) -> bool:
-    """Return True if optimizers of this class are known to step each element by itself."""
+    """Return True if optimizers of this class are known to step elements separately."""
     return kind in _elementwise or (kind.__module__.partition(".")[0], kind.__name__) in _NAMED
 
 
 def register_elementwise_optimizer(kind: type[Optimizer]) -> None:
-    """Declare that optimizers of this class step each element by itself, so that shards may be stepped."""
+    """Declare that optimizers of this class step each element separately."""
     _elementwise.add(kind)

@@ -1,4 +1,4 @@
-"""The mesh and the plans of a load: what the model or the caller declares, against the model's parameters."""
+"""Resolve the mesh and parallel plans of a load against the model's parameters."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def resolve(
     tensors_given: Mapping[str, str] | None = None,
     decide: Callable[[ParallelPlan], ParallelPlan] | None = None,
 ) -> Parallelism:
-    """What ``mesh`` does to the parameters of ``model`` (on meta, with its true shapes).
+    """Return the cuts that ``mesh`` makes in ``model``, which is on meta in its true shapes.
 
-    Plans that are given (module or parameter names to transformers' styles) come before what the model
-    declares. An engine that cuts tensors by rules of its own
-    gives ``decide``, which gets the experts' plan. Raises ConfigError, in one sentence with the remedy.
+    Given plans (module or parameter names to transformers' styles) precede the model's own. ``decide`` makes
+    the tensors' plan from the experts' plan, for an engine with its own rules. Raises ConfigError, in one
+    sentence with the remedy.
     """
     if not mesh.parallel:
         return Parallelism(mesh)
@@ -39,7 +39,7 @@ def resolve(
     if mesh.expert_parallel > 1:
         experts = _experts(model, mesh, shapes, experts_given)
     if mesh.tensor_parallel > 1:
-        # After the experts: what they share is none of the tensors' business.
+        # After the experts, whose parameters are excluded from the tensors' plan.
         if decide is not None:
             tensors = decide(experts)
         else:
@@ -76,7 +76,7 @@ def _experts(
 
 
 def _check_complete(plan: ParallelPlan, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise ConfigError where a plan leaves whole what has a row for each of the experts that it shares."""
+    """Raise ConfigError if a plan leaves a parameter whole that has a row for each expert."""
     experts = {name.rpartition(".")[0]: shapes[name][0] for name in plan.cuts}
     for name, shape in shapes.items():
         owner = name.rpartition(".")[0]
@@ -108,7 +108,7 @@ def _tensors(
     _check_heads(model, size, plan)
     for name, cut in plan.cuts.items():
         try:
-            # For its checks alone; what rank 0 gets is not wanted here.
+            # Only for its checks.
             cut.section(shapes[name], 0, size)
         except (ValueError, IndexError) as error:
             raise ConfigError(f"the tensor-parallel plan does not fit {name}: {error}") from error
@@ -145,13 +145,13 @@ def _modules(model: nn.Module) -> list[str]:
 
 
 def share_draws(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Have each forward of ``model`` in training begin, on all ranks of ``group``, as on its first.
+    """Use the first rank's random state on all ranks of ``group`` in each training forward.
 
-    A forward needs all these ranks anyway, for what they share; one in evaluation draws nothing, and waits
-    for nobody here.
+    A training forward needs all these ranks anyway. A forward in evaluation draws nothing, and does not wait
+    here.
     """
 
-    # A function, and no partial: a copy of the model copies what that has, and no group can be copied.
+    # A function instead of a partial: a copy of the model would copy the group, which is impossible.
     def begin(module: nn.Module, _: object) -> None:
         if module.training:
             _draw_alike(group)
@@ -173,38 +173,38 @@ def _draw_alike(group: dist.ProcessGroup) -> None:
 
 def check_heads(model: nn.Module, size: int) -> None:
     """Raise ConfigError unless ``size`` ranks can share the heads of ``model`` (on meta)."""
-    known = _attention(model, size)
-    if known.implementation != "sdpa" and "flash" not in known.implementation:
-        raise _refused(model, size, f"the attention implementation {known.implementation!r}", _ATTENTION)
-    if known.heads % size:
-        raise _indivisible(model, size, "num_attention_heads", known.heads)
-    if known.key_value_heads % size and size % known.key_value_heads:
-        raise _indivisible(model, size, "num_key_value_heads", known.key_value_heads)
+    attention = _attention(model, size)
+    if attention.implementation != "sdpa" and "flash" not in attention.implementation:
+        raise _refused(model, size, f"the attention implementation {attention.implementation!r}", _ATTENTION)
+    if attention.heads % size:
+        raise _indivisible(model, size, "num_attention_heads", attention.heads)
+    if attention.key_value_heads % size and size % attention.key_value_heads:
+        raise _indivisible(model, size, "num_key_value_heads", attention.key_value_heads)
 
 
 def check_ring(model: nn.Module, size: int) -> None:
-    """Raise ConfigError unless keys and values of ``model`` (on meta) can travel among ``size`` ranks."""
-    known = _attention(model, size)
-    if known.implementation != "sdpa":
-        raise _refused(model, size, f"the attention implementation {known.implementation!r}", _ATTENTION)
-    if others := sorted(known.kinds - {"full_attention"}):
+    """Raise ConfigError unless ``size`` ranks can exchange the keys and values of ``model``."""
+    attention = _attention(model, size)
+    if attention.implementation != "sdpa":
+        raise _refused(model, size, f"the attention implementation {attention.implementation!r}", _ATTENTION)
+    if others := sorted(attention.kinds - {"full_attention"}):
         raise _refused(model, size, f"layers of type {', '.join(others)}", "use engine='deepspeed'")
 
 
-#: What serves both ways.
+#: The remedy for both kinds.
 _ATTENTION = "build it with attn_implementation='sdpa'"
 
 
 def _attention(model: nn.Module, size: int) -> Attention:
-    known = library_of(model).attention(model)
-    if known.obstacle:
-        raise _refused(model, size, known.obstacle, "use sequence_parallel=1")
-    return known
+    attention = library_of(model).attention(model)
+    if attention.obstacle:
+        raise _refused(model, size, attention.obstacle, "use sequence_parallel=1")
+    return attention
 
 
-def _refused(model: nn.Module, size: int, what: str, remedy: str) -> ConfigError:
+def _refused(model: nn.Module, size: int, reason: str, remedy: str) -> ConfigError:
     return ConfigError(
-        f"sequence_parallel={size} is not available for {type(model).__name__}, which has {what}; {remedy}"
+        f"sequence_parallel={size} is not available for {type(model).__name__}, which has {reason}; {remedy}"
     )
 
 

@@ -1,4 +1,4 @@
-"""How an engine will shard parameters and where it keeps them, without the engine or any process group."""
+"""Future layouts and memory of shards, without an engine or a process group."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ Parameters = Mapping[str, nn.Parameter]
 
 @dataclass(frozen=True)
 class Placements:
-    """The layout and memory of each shard of a model that is still to be made."""
+    """Layout and memory of each shard of a model before it is made."""
 
-    #: What a rank holds of a parameter, by name.
+    #: Layout of a parameter on a rank, by name.
     layout: Callable[[str, int], Layout]
     #: Parameters of one shape with equal answers lie alike.
     alike: Callable[[str], Hashable]
@@ -33,11 +33,11 @@ class Placements:
     homes: Mapping[str, str]
     #: Bytes that each rank holds of all parameters on the device, where that is more than it reads of them.
     held: int | None = None
-    #: Bytes that each rank gets from the others when all have read what they want.
+    #: Bytes that each rank receives from the others after reading.
     gathered: int = 0
-    #: Where whole parameters would lie if the ranks had machines like this one.
+    #: Residence of whole parameters if all machines were like this one.
     residence: Residence | None = None
-    #: Whether shards in host memory are page-locked.
+    #: True if shards in host memory are page-locked.
     pinned: bool = False
 
 
@@ -48,7 +48,7 @@ def placed_on_mesh(
     share: Callable[[str, Section, int, int], Layout],
     pinned: bool = False,
 ) -> Placements:
-    """Placements where a mesh cuts each parameter, and ``share`` cuts the section among those that hold it.
+    """Return placements where a mesh cuts each parameter and ``share`` cuts the section.
 
     ``share(name, section, place, owners)`` is the layout of the section's local tensor at ``place`` among its
     ``owners``.

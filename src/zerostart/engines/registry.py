@@ -32,8 +32,8 @@ def register_engine(kind: type[Engine]) -> type[Engine]:
     Raises ConfigError for a name that another engine has, zerostart's own, registered or installed.
     """
     installed = _installed().get(kind.name)
-    others = installed and installed.module.partition(".")[0] != kind.__module__.partition(".")[0]
-    if others or kind.name in _OWN or _registered.get(kind.name, kind) is not kind:
+    is_foreign = installed and installed.module.partition(".")[0] != kind.__module__.partition(".")[0]
+    if is_foreign or kind.name in _OWN or _registered.get(kind.name, kind) is not kind:
         raise ConfigError(f"an engine named {kind.name!r} is already registered; choose another name")
     _registered[kind.name] = kind
     return kind
@@ -68,35 +68,36 @@ def family_of(name: str) -> type[Engine]:
 
 
 def engine_families() -> list[type[Engine]]:
-    """The families of all engines that can be asked for; raises ConfigError as ``family_of`` does."""
+    """List the families of all known engines. Raises ConfigError as ``family_of`` does."""
     return [family_of(name) for name in engine_names()]
 
 
 class EngineChoice(NamedTuple):
-    """The ``name`` of an engine, and in a few words the ``reason`` why it is that one."""
+    """The ``name`` of an engine, and the ``reason`` for choosing it."""
 
     name: str
     reason: str
 
 
-def choose_engine(given: str | None = None) -> EngineChoice:
-    """The engine of a job: the one that was ``given``, else the one that fits what is there.
+def choose_engine(requested: str | None = None) -> EngineChoice:
+    """Choose the engine of a job: the requested one, or one that is available.
 
-    That is the one that accelerate's launcher has set up, else the first of zerostart's own whose library is
-    there. Raises ConfigError where the launcher has set up another version of it.
+    Without a request it is the one that accelerate's launcher has set up, or else zerostart's first engine
+    whose library is installed. Raises ConfigError if the launcher has set up another version of it.
     """
-    if given is not None:
-        return EngineChoice(given, "as asked for")
+    if requested is not None:
+        return EngineChoice(requested, "as asked for")
     for name in engine_names():
         if _is_launched(name):
             return EngineChoice(name, "set up by the launcher")
-    there = [name for name in _OWN if find_spec(family_of(name).library) is not None]
-    alone = "the only engine installed" if len(there) == 1 else f"the first installed of {', '.join(there)}"
-    return EngineChoice(there[0], alone)
+    available = [name for name in _OWN if find_spec(family_of(name).library) is not None]
+    first = f"the first installed of {', '.join(available)}"
+    reason = "the only engine installed" if len(available) == 1 else first
+    return EngineChoice(available[0], reason)
 
 
 def default_engine() -> str:
-    """The name of the engine of a job that names none; raises ConfigError as ``choose_engine`` does."""
+    """Return the engine of a job that names none. Raises ConfigError as ``choose_engine`` does."""
     return choose_engine().name
 
 
@@ -111,7 +112,7 @@ def _is_launched(name: str) -> bool:
 
 
 def check_choice(name: str, zero_stage: int) -> type[Engine]:
-    """The family of engines of that name. Raises ConfigError for a name or a stage that is not known."""
+    """Return the family of engines with that name. Raises ConfigError for an unknown stage."""
     family = family_of(name)
     if zero_stage not in family.stages:
         stages = ", ".join(map(str, family.stages))

@@ -1,7 +1,7 @@
-"""Where whole parameters find room: on the device, else in host memory until the engine starts, else nowhere.
+"""Find room for whole parameters: on the device, or in host memory at first.
 
-Found from what torch's allocator and the driver, or the kernel and its control groups, say is free, and
-agreed on by all ranks before anything is allocated.
+The free memory is taken from torch's allocator and the driver, or from the kernel and its control groups. All
+ranks agree before anything is allocated.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class MemoryFit:
 
     @property
     def on_host(self) -> bool:
-        """Whether the device is the host itself."""
+        """True if the device is the host."""
         return self.device.startswith("cpu")
 
 
 @dataclass(frozen=True)
 class Residence:
-    """Where the parameters of every rank lie until the engine starts, the same on all ranks."""
+    """The place of the parameters until the engine starts, equal on all ranks."""
 
     #: ``in place`` (in the device's memory, once; the optimizer takes the buffer as its own), ``host`` (in
     #: host memory, to be moved whole when the engine starts), or ``does not fit``.
@@ -66,9 +66,9 @@ class Residence:
     segment_bytes: int = SCRATCH
 
     def __str__(self) -> str:
-        each = f" for each of {self.sharers} ranks" if self.sharers > 1 else ""
-        known = "" if self.free_bytes is None else f", where {decimal(self.free_bytes)} are free"
-        text = f"{self.name}: {decimal(self.buffer_bytes)} in flat buffers{each} on {self.device}{known}"
+        per_rank = f" for each of {self.sharers} ranks" if self.sharers > 1 else ""
+        free = "" if self.free_bytes is None else f", where {decimal(self.free_bytes)} are free"
+        text = f"{self.name}: {decimal(self.buffer_bytes)} in flat buffers{per_rank} on {self.device}{free}"
         if self.name == IN_PLACE and self.segment_bytes:
             return f"{text}; another order is made in segments of {decimal(self.segment_bytes)}"
         if self.name == HOST:
@@ -93,21 +93,21 @@ def agree_on_residence(nbytes: int, world: World, device: torch.device, stage: i
 
 
 def residence_of(nbytes: int, rooms: Sequence[MemoryFit], host: bool, reordered: bool = True) -> Residence:
-    """The residence for ranks with these ``rooms``; ranks on one device of a machine share its memory.
+    """Return the residence for ranks with these ``rooms``.
 
-    ``host`` is as in ``agree_on_residence``; ``reordered`` says whether an optimizer may want another order.
+    Ranks on one device of a machine share its memory. ``host`` is as in ``agree_on_residence``; ``reordered``
+    says whether an optimizer may want another order.
     """
     # How many ranks share the device of each rank, and how many its machine's memory.
     sharers = [sum((r.machine, r.device) == (o.machine, o.device) for o in rooms) for r in rooms]
-    beside = [sum(r.machine == o.machine for o in rooms) for r in rooms]
+    neighbours = [sum(r.machine == o.machine for o in rooms) for r in rooms]
     tightest = min(range(len(rooms)), key=lambda n: _share(rooms[n].free, sharers[n]))
     fits = all(nbytes <= _share(r.free, n) for r, n in zip(rooms, sharers, strict=True))
-    # ``fits`` asks what is free now, ``ever`` whether an empty device could take it: only then is it worth
-    # waiting on the host.
+    # ``fits`` uses the free memory now, ``ever`` an empty device: only if that is enough, the host may wait.
     ever = all(nbytes <= _share(r.most, n) for r, n in zip(rooms, sharers, strict=True))
     waits = all(
         not r.on_host and r.free is not None and nbytes <= _share(r.host, n)
-        for r, n in zip(rooms, beside, strict=True)
+        for r, n in zip(rooms, neighbours, strict=True)
     )
     name = IN_PLACE if fits else HOST if host and ever and waits else NOWHERE
     room = rooms[tightest]

@@ -1,4 +1,4 @@
-"""A rank's share of a tensor: its local storage with a layout; an engine's, or made of a plain tensor."""
+"""A rank's share of a tensor: its local storage with a layout."""
 
 from __future__ import annotations
 
@@ -24,18 +24,17 @@ class Shard:
     storage: torch.Tensor
     #: The layout of any rank; ranks that hold replicas have the same.
     at: Callable[[int], Layout]
-    #: This rank's place among the ranks that hold this very share, and how many they are: what is to be done
-    #: once, such as writing it, they divide among themselves.
+    #: This rank's place among the ranks with this share, and their number. They divide work that is done
+    #: once, such as writing it.
     held: tuple[int, int] = (0, 1)
-    #: Layout of the tensor that the rank has in the end, of which the share is what it reads; None: of the
-    #: share itself.
+    #: Layout of the rank's final tensor if the share is only the part that it reads; otherwise None.
     local: Layout | None = None
     #: Like ``held``, of a run of the share that the rank's optimizer updates.
     stepped: tuple[int, int] = (0, 1)
 
 
 def replace_everywhere(model: nn.Module, new: dict[int, nn.Parameter]) -> None:
-    """Put new parameters in the place of old ones (by ``id``) in every module that holds them."""
+    """Replace parameters (by ``id``) in every module that holds them."""
     for module in model.modules():
         for leaf, parameter in module._parameters.items():
             if parameter is not None and id(parameter) in new:
@@ -43,18 +42,17 @@ def replace_everywhere(model: nn.Module, new: dict[int, nn.Parameter]) -> None:
 
 
 def whole_shard(name: str, tensor: torch.Tensor, world: World) -> Shard:
-    """A tensor that every rank has whole, as a share of which there are as many holders.
+    """Return a tensor that is whole on every rank as a share that all ranks hold.
 
-    The storage is the tensor's memory, in whatever order its elements lie there (``channels_last``, a
-    transposed or a sliced view); a copy of what has not memory of its own for each element. Raises
-    ConfigError for a tensor that is not dense.
+    The storage is the tensor's memory, in its order (``channels_last``, a transposed or a sliced view). A
+    tensor whose elements share memory is copied. Raises ConfigError for a tensor that is not dense.
     """
     layout, storage = _as_it_lies(name, tensor.detach())
     return Shard(name, layout, storage, lambda _: layout, (world.rank, world.size))
 
 
 def laid_out(shard: Shard, tensor: torch.Tensor) -> Shard:
-    """``shard``, of a whole tensor, with ``tensor`` of the same shape for its storage, as that lies.
+    """Return ``shard``, of a whole tensor, with ``tensor`` as its storage.
 
     Raises ConfigError for a tensor that is not dense.
     """
@@ -63,9 +61,9 @@ def laid_out(shard: Shard, tensor: torch.Tensor) -> Shard:
 
 
 def check_own_memory(name: str, tensor: torch.Tensor) -> None:
-    """Raise ConfigError for a tensor that is not dense, or has not memory of its own for each element.
+    """Raise ConfigError for a tensor that is not dense, or whose elements share memory.
 
-    Such a tensor can be read, and cannot be written to.
+    Such a tensor can be read, but not written.
     """
     _check_dense(name, tensor)
     if not _has_own_memory(tensor):
@@ -104,13 +102,13 @@ def _as_it_lies(name: str, tensor: torch.Tensor) -> tuple[Layout, torch.Tensor]:
     if tensor.is_contiguous():
         return replicated(shape), tensor.view(-1)
     span = 1 + sum((size - 1) * stride for size, stride in zip(shape, tensor.stride(), strict=True))
-    # All of the span counts as real: what lies between may be another tensor's.
+    # All elements of the span count as real: those between may belong to another tensor.
     layout = Layout(shape, span, span, (LocalBox(Box((0,) * len(shape), shape), 0, tensor.stride()),))
     return layout, tensor.as_strided((span,), (1,))
 
 
 def first_rank_shard(name: str, tensor: torch.Tensor, world: World) -> Shard:
-    """A tensor of which every rank has one, maybe with other values: the first rank's counts.
+    """Return a tensor that may differ between ranks as a share of the first rank.
 
     Raises ConfigError as ``whole_shard`` does.
     """
@@ -120,9 +118,9 @@ def first_rank_shard(name: str, tensor: torch.Tensor, world: World) -> Shard:
 
 
 def full_shape(parameter: torch.Tensor) -> torch.Size:
-    """The shape of the whole of a parameter, also where this rank has a part of it alone.
+    """Return the unsharded shape of a parameter, also if this rank only has a part.
 
-    A DTensor has it as its own; a placeholder of ZeRO-3 is empty, and has it beside.
+    A DTensor has it as its shape; an empty placeholder of ZeRO-3 has an attribute for it.
     """
     shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
     return shape
@@ -130,7 +128,7 @@ def full_shape(parameter: torch.Tensor) -> torch.Size:
 
 # Names of parameters as they were loaded, where wrappers inside the model have changed them since.
 
-#: Names under which torch.compile, activation checkpointing and PEFT's layers keep what they wrap.
+#: Attributes in which torch.compile, activation checkpointing and PEFT's layers keep a wrapped module.
 _WRAPPED = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "base_layer"})
 
 
@@ -140,7 +138,7 @@ def plain_name(name: str) -> str:
 
 
 def loaded_names(model: nn.Module) -> dict[str, str]:
-    """Of each name of a parameter, aliases included, the first one that it was loaded under."""
+    """Map each parameter name, aliases included, to the first name of its parameter."""
     first: dict[int, str] = {}
     return {
         alias: plain_name(first.setdefault(id(parameter), alias))

@@ -1,6 +1,6 @@
-"""The state side of an engine: the shards of a live model, and what is kept for it while it is trained.
+"""Training state of a live model, as an engine keeps it.
 
-Saving, resuming, comparing and editing ask no more than this of an engine.
+Saving, resuming, comparing and editing use only this part of an engine.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import nn
 from zerostart.errors import ConfigError
 from zerostart.upstream.torch.stepped import Member, Stepped, has_taken, plain_steps, watch_steps
 
-#: What an engine keeps beside tensors, as JSON has it: counts of steps, scales, names.
+#: Counts of steps, scales and names of an engine, as JSON values.
 Counters: TypeAlias = dict[str, Any]
 
 #: ``(first, values)``: element ``i`` of the 1-D ``values`` is the fp32 master of element ``first + i`` of
-#: what this rank holds of a parameter.
+#: this rank's share of a parameter.
 Master = tuple[int, torch.Tensor]
 #: A gradient, and the run of a parameter's elements that it is of.
 Gradient = tuple[Member, torch.Tensor]
@@ -27,7 +27,7 @@ Gradient = tuple[Member, torch.Tensor]
 
 @runtime_checkable
 class Stateful(Protocol):
-    """An object with a state to save, such as a learning rate schedule or a gradient scaler."""
+    """An object with a state to save, such as a learning rate schedule."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state."""
@@ -39,15 +39,14 @@ class Stateful(Protocol):
 
 
 class TrainingState(abc.ABC):
-    """The live training state of one model: what is stepped, counted and accumulated for it.
+    """The live training state of one model.
 
     ``steps`` are the tensors that an optimizer steps: the parameters themselves, or fp32 masters of runs of
-    them. Nothing here copies: what it hands out is the engine's own memory, to be saved or to be filled.
-    ``saved`` is always the ``engine`` entry of a saved state's document, as ``counters`` made it.
+    them. Nothing is copied: the tensors are the engine's own memory, to be saved or filled. ``saved`` is
+    always the ``engine`` entry of a saved state's document, as ``counters`` made it.
     """
 
-    #: Whether the engine has an optimizer of its own, that steps tensors which it makes itself, and ends
-    #: windows of gradient accumulation.
+    #: True if the engine makes the tensors that its optimizer steps, and ends accumulation windows.
     owns_optimizer: bool = False
     steps: Sequence[Stepped]
 
@@ -57,12 +56,12 @@ class TrainingState(abc.ABC):
         return [step.tensor for step in self.steps if step.is_parameter]
 
     def watch(self) -> bool:
-        """Note from now on which gradients a step has used; whether that was noted before."""
+        """Start to record which gradients a step uses; return True if that was on before."""
         return True
 
     @abc.abstractmethod
     def counters(self) -> Counters:
-        """What is counted, as JSON values under the keys of the saved document, ``name`` first."""
+        """Return the counters as JSON values of the saved document, ``name`` first."""
 
     @abc.abstractmethod
     def restore_counters(self, saved: Counters) -> None:
@@ -74,17 +73,17 @@ class TrainingState(abc.ABC):
 
     @abc.abstractmethod
     def gradients(self, is_replicated: Callable[[torch.Tensor], bool]) -> Sequence[Gradient]:
-        """The reduced gradients that no step has used yet.
+        """Return the reduced gradients that no step has used yet.
 
-        ``is_replicated`` tells whether several ranks have a parameter whole. Raises ConfigError where
+        ``is_replicated`` is true for a parameter that several ranks have whole. Raises ConfigError if
         gradients are not reduced yet.
         """
 
     @abc.abstractmethod
-    def make_gradients(self, wanted: Collection[int], saved: Counters) -> Sequence[Gradient] | None:
-        """Room for the saved gradients of the parameters with the ids ``wanted``; others have none after it.
+    def make_gradients(self, parameter_ids: Collection[int], saved: Counters) -> Sequence[Gradient] | None:
+        """Make room for the saved gradients of some parameters; all others lose theirs.
 
-        None where gradients were saved in the middle of a window that only another engine can end.
+        None if gradients were saved in the middle of a window that only another engine can end.
         """
 
     @abc.abstractmethod
@@ -93,10 +92,10 @@ class TrainingState(abc.ABC):
 
 
 class OptimizerState(TrainingState):
-    """The state of a model whose own parameters a torch optimizer steps; without one, nothing is stepped."""
+    """The state of a model whose parameters a torch optimizer steps, if there is one."""
 
     def __init__(self, model: nn.Module, optimizer: Any) -> None:
-        """``optimizer`` may be in accelerate's wrapper. Raises ConfigError for what is no optimizer."""
+        """``optimizer`` may be accelerate's wrapper. Raises ConfigError for other objects."""
         self._model = model
         self._scaler: Stateful | None = None
         self._accumulation: int | None = None
@@ -109,15 +108,15 @@ class OptimizerState(TrainingState):
         self.steps = plain_steps(optimizer) if optimizer is not None else []
 
     def watch(self) -> bool:
-        """By hooks of the optimizer."""
+        """Watch by hooks of the optimizer."""
         return watch_steps({step.optimizer for step in self.steps})
 
     def counters(self) -> Counters:
-        """What accelerate counts."""
+        """Return accelerate's counters."""
         return {"name": "torch", "scaler": None, "accumulation": self._accumulation}
 
     def restore_counters(self, saved: Counters) -> None:
-        """Nothing is counted."""
+        """Restore nothing."""
 
     def components(self) -> Mapping[str, Stateful]:
         """The gradient scaler of accelerate."""
@@ -127,25 +126,25 @@ class OptimizerState(TrainingState):
         """Raise ConfigError where gradients are held that are not reduced yet."""
 
     def gradients(self, is_replicated: Callable[[torch.Tensor], bool]) -> Sequence[Gradient]:
-        """Of shards, and of what one rank alone has."""
+        """Return gradients of shards and of parameters on a single rank."""
         self.check_reduced()
-        found = [(p, p.grad) for p in self.parameters if p.grad is not None]
-        if found and all(has_taken(gradient) for _, gradient in found):
+        gradients = [(p, p.grad) for p in self.parameters if p.grad is not None]
+        if gradients and all(has_taken(gradient) for _, gradient in gradients):
             return []  # between step() and zero_grad(): nothing is to be added to them
-        # Of a replica nobody knows whether its gradient has met those of the other ranks.
-        return [(_whole(p), gradient) for p, gradient in found if not is_replicated(p)]
+        # The gradient of a replica may or may not be reduced already.
+        return [(_whole(p), gradient) for p, gradient in gradients if not is_replicated(p)]
 
-    def make_gradients(self, wanted: Collection[int], saved: Counters) -> Sequence[Gradient] | None:
+    def make_gradients(self, parameter_ids: Collection[int], saved: Counters) -> Sequence[Gradient] | None:
         """New gradients of zeros, or none; no window can be ended."""
         if "window" in saved:
-            return None if wanted else []
-        made = []
+            return None if parameter_ids else []
+        gradients = []
         for parameter in self.parameters:
             parameter.grad = None
-            if id(parameter) in wanted:
+            if id(parameter) in parameter_ids:
                 parameter.grad = torch.zeros_like(parameter.detach())
-                made.append((_whole(parameter), parameter.grad))
-        return made
+                gradients.append((_whole(parameter), parameter.grad))
+        return gradients
 
     def check_window(self, saved: Counters, with_gradients: bool, source: str) -> None:
         """As accelerate counts batches; raises ConfigError."""
@@ -154,18 +153,18 @@ class OptimizerState(TrainingState):
             check_accumulation(before, self._accumulation, "accelerate", source)
 
 
-def check_accumulation(before: object, now: object, who: str, source: str) -> None:
-    """Raise ConfigError where a window was saved that has another number of batches than ``who`` has now."""
+def check_accumulation(before: object, now: object, library: str, source: str) -> None:
+    """Raise ConfigError if a saved window has another number of batches than now."""
     if before not in (None, now):
         raise ConfigError(
             f"{source} was saved in the middle of gradient accumulation with "
             f"gradient_accumulation_steps={before}, but "
-            f"{who} has {now}: resume with {before}, or save after an optimizer step"
+            f"{library} has {now}: resume with {before}, or save after an optimizer step"
         )
 
 
 def members_of(steps: Iterable[Stepped]) -> list[Member]:
-    """The runs of parameters that are stepped, in the order in which engines list their gradients."""
+    """List the stepped runs of parameters, in the order of an engine's gradients."""
     return [member for step in steps for member in step.members]
 
 

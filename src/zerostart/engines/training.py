@@ -1,6 +1,6 @@
-"""What a training run tells its engine, and what the engine answers: its configuration, and accelerate's.
+"""Settings between a training run and its engine.
 
-A runner asks an ``Engine`` and compares no names, so that it serves an engine of somebody else's too.
+A runner asks an ``Engine`` and compares no names, so that it also serves engines of outsiders.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ EngineConfig: TypeAlias = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """What an engine's configuration has to agree with."""
+    """The settings of a run that an engine's configuration must agree with."""
 
     #: accelerate's: ``"no"``, ``"bf16"`` or ``"fp16"``.
     mixed_precision: str
@@ -50,7 +50,7 @@ class AccelerateSetup:
     options: EngineConfig
     #: Variables that are set while it is made.
     environment: Mapping[str, str] = field(default_factory=dict)
-    #: Warnings, by pattern and category, of which nobody can change the cause.
+    #: Warnings to ignore, by pattern and category, since no user can change the cause.
     ignored: tuple[tuple[str, type[Warning]], ...] = ()
 
 
@@ -58,13 +58,13 @@ class AccelerateSetup:
 
 
 def with_first_values(make: Callable[[], Sequence[nn.Parameter]]) -> Sequence[nn.Parameter]:
-    """What ``make`` gives, which may be collective, with the values that it has on rank 0; collective."""
+    """Call ``make``, which may be collective, and send rank 0's values to all ranks."""
     world = current_world()
     with world.collectives("sharing what was added"):
-        made = make()
-        for parameter in made if dist.is_initialized() else ():
+        parameters = make()
+        for parameter in parameters if dist.is_initialized() else ():
             if not parameter.is_meta:
-                # The group of the ranks' messages carries what lies on the host, whatever theirs is for.
+                # Tensors on the host travel in the group of the ranks' messages, whatever their own group.
                 group = world.group if parameter.device.type == "cpu" else None
                 dist.broadcast(parameter.detach(), src=0, group=group)
-    return made
+    return parameters
