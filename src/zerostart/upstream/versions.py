@@ -73,7 +73,7 @@ def _installed(library: Library) -> str | None:
 
 
 TORCH = Library("torch", (2, 11), (2, 16))
-TRANSFORMERS = Library("transformers", (5, 17), (5, 24))
+TRANSFORMERS = Library("transformers", (5, 17), (5, 25))
 ACCELERATE = Library("accelerate", (1, 12), (1, 16))
 DEEPSPEED = Library("deepspeed", (0, 19, 8), (0, 20), extra="deepspeed")
 DIFFUSERS = Library("diffusers", (0, 42), (0, 43), extra="diffusers")
