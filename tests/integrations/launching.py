@@ -11,7 +11,7 @@ from tests.processes import finished
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "adoption"
 CONFIGS = {name: EXAMPLES / f"accelerate_config_{name}.yaml" for name in ("zero3", "zero2", "fsdp2")}
-#: What a user adds to a script.
+#: The lines that a user adds to a script.
 LINE = "import zerostart; zerostart.enable()"
 #: What transformers' log then has of each load.
 ANNOUNCED = "zerostart loads the weights in shards"
@@ -52,10 +52,9 @@ def launch(
     module: str | None = None,
     options: Sequence[str] = ("--mixed_precision", "no"),
 ) -> str:
-    """Run ``script`` on local ranks in ``folder``; returns its output. Raises AssertionError if it fails.
+    """Run ``script`` on local ranks in ``folder``; return its output, or raise AssertionError.
 
-    With ``module`` that is what is launched, and the script its first argument. ``options`` are more of
-    accelerate's.
+    With ``module``, launch that, with the script as first argument. ``options`` are passed to accelerate.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "script.py").write_text(script)

@@ -1,4 +1,4 @@
-"""diffusers' ``from_pretrained`` gives, while zerostart is enabled, what it gives without, in shards."""
+"""Compare diffusers' ``from_pretrained`` with and without zerostart."""
 
 import sys
 from pathlib import Path
@@ -25,7 +25,7 @@ CONFIG = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small transformer, as one file, as several, in another directory, and with weights missing."""
+    """A small transformer: one file, several files, a subdirectory, missing weights."""
     import diffusers
     from safetensors.torch import load_file, save_file
 
@@ -60,13 +60,13 @@ def loaded(path: Path, settings: dict[str, Any], loading: dict[str, Any], out: P
     found["tensors"] = dict(zerostart.full_tensors(model, rank=None))
     alone = WanTransformer3DModel.from_pretrained(path, **loading)
     assert type(next(alone.parameters()).data) is torch.Tensor
-    # As diffusers' scripts have it; of a model that is not in shards by the main process alone.
+    # As in diffusers' scripts: only the main process saves a model that is not sharded.
     model.save_pretrained(out, is_main_process=torch.distributed.get_rank() == 0)
     return found
 
 
 def check_start(kind: Any, settings: dict[str, Any]) -> None:
-    """Without a checkpoint, on this rank alone as on all: whole from diffusers, in shards from ``load``."""
+    """Without a checkpoint, diffusers loads a whole model and ``load`` a sharded one, on any rank."""
     torch.manual_seed(3)
     whole = kind.from_config(CONFIG)
     assert all(type(parameter.data) is torch.Tensor for parameter in whole.parameters())

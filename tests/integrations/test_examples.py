@@ -1,4 +1,4 @@
-"""Our example scripts under ``accelerate launch`` train with the added line, and by ``run``, as without."""
+"""Run the examples under ``accelerate launch`` with the added line, by ``run``, and without."""
 
 import functools
 import json
@@ -45,7 +45,7 @@ def weights(out: Path) -> dict[str, torch.Tensor]:
 
 @functools.lru_cache(maxsize=3)
 def run(script: str, config: str, folder: Path, by: str) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """``by`` the added line, by ``zerostart run`` of the script without it, or as ``stock``."""
+    """Run an example ``by`` the added line, by ``zerostart run``, or as ``stock``."""
     text = (EXAMPLES / f"causal_lm_{script}.py").read_text()
     plain = removed(text)
     text = {"line": text, "run": plain, "stock": added(plain, REHEARSAL)}[by]

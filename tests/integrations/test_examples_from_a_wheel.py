@@ -1,4 +1,4 @@
-"""The four scripts of ``examples/roles`` run from a built wheel, in a folder outside of the checkout."""
+"""Run the scripts of ``examples/roles`` from a built wheel, outside the checkout."""
 
 import os
 import shutil
@@ -27,7 +27,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
-    """Variables with which ``zerostart`` is that of a wheel: a package of this tree, nothing else."""
+    """Return an environment in which ``zerostart`` is the package of a wheel."""
     made = tmp_path_factory.mktemp("wheel")
     source = made / "source"  # what setuptools leaves while it builds stays out of the checkout
     shutil.copytree(REPOSITORY / "src" / "zerostart", source / "src" / "zerostart")
@@ -83,7 +83,7 @@ def test_the_trainer(environment: Mapping[str, str], checkpoints: TinyCheckpoint
 def test_several_nodes_and_a_preemption(
     environment: Mapping[str, str], checkpoints: TinyCheckpoints, tmp_path: Path
 ) -> None:
-    """Two launchers that meet, as on two nodes; both are told to stop, and one rank alone goes on."""
+    """Run two launchers that meet, as on two nodes; stop both, and continue on one rank."""
     make_folders(tmp_path, {"model": "qwen3"}, checkpoints)
     script = [str(ROLES / "nodes.py"), "model", "run"]
     with socket.create_server(("localhost", 0)) as free:

@@ -1,4 +1,4 @@
-"""The script of transformers' pull request 45548 (experts with ZeRO-3), as it stands there, on CPU ranks."""
+"""Run the script of transformers' pull request 45548 (experts with ZeRO-3) on CPU ranks."""
 
 import json
 import re
@@ -15,7 +15,7 @@ from tests.parity import checkpoint
 from tests.quantised import gpt_oss_mxfp4
 from tests.ranks import run_ranks
 
-#: The seed's script; what is asked of it here is put in for its model, backend, devices and tokens.
+#: The seed's script. The test replaces its model, backend, devices and tokens.
 SCRIPT = """
 import os
 import torch
@@ -213,7 +213,7 @@ def test_on_four_ranks(exact: bool, sources: dict[str, Path], tmp_path: Path) ->
 
 
 def on_hosts(script: str, path: Path) -> str:
-    """The seed's script with another model, and CPUs and gloo in the place of accelerators."""
+    """Run the seed's script with another model, on CPUs with gloo."""
     for accelerated, plain in (
         ('"nccl"', '"gloo"'),
         ("torch.cuda.set_device(local_rank)\n", ""),

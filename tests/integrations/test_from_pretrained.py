@@ -1,4 +1,4 @@
-"""What ``from_pretrained`` gives while zerostart is enabled is what it gives without, in shards."""
+"""Compare ``from_pretrained`` with and without zerostart."""
 
 import contextlib
 import io
@@ -24,7 +24,7 @@ Findings = dict[str, Any]
 
 
 def facts(model: Any) -> Findings:
-    """What a later library call may look at."""
+    """Attributes that a later library call may read."""
     generation = model.generation_config.to_dict() if model.can_generate() else None
     return {
         "class": model.config.__class__.__name__,
@@ -59,7 +59,7 @@ def loaded(
 
 
 def compare(engine: str, name: str, path: Path, **loading: Any) -> Any:
-    """Load on two ranks and alone without zerostart; returns the loading info."""
+    """Load on two ranks, and once without zerostart; return the loading info."""
     import transformers
 
     found = run_ranks(loaded, 2, name, path, {"engine": engine}, loading)
@@ -181,7 +181,7 @@ def opened(path: Path) -> tuple[str, set[torch.dtype], bool]:
     deepspeed.init_distributed("gloo", dist_init_required=False)
     with zerostart.enabled(), deepspeed.zero.Init(config_dict_or_path=config):
         model = AutoModelForCausalLM.from_pretrained(path)
-        inside = torch.nn.Linear(4, 4)  # What is made beside it is partitioned, as ever.
+        inside = torch.nn.Linear(4, 4)  # a module created next to it is partitioned as usual
     same = dict(zerostart.full_tensors(model, rank=None))
     exact = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).state_dict()
     assert all(torch.equal(same[n], exact[n]) for n in exact)
@@ -238,7 +238,7 @@ def test_methods_are_put_back() -> None:
 
 
 def _ranks(store: dist.Store, calls: tuple[str, str]) -> list[Exception | None]:
-    """What two ranks of a new group over ``store`` raise, the first of which comes some time later."""
+    """Return the errors of two ranks of a new group over ``store``; the first one comes late."""
     second_is_here = threading.Event()
 
     def rank(number: int) -> Exception | None:

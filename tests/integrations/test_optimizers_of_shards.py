@@ -1,4 +1,4 @@
-"""Optimizers under ``enable()`` that may look at several elements together: warned of once, on rank 0."""
+"""Warn once, on rank 0, about optimizers that combine elements."""
 
 import logging
 import os

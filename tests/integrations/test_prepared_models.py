@@ -1,4 +1,4 @@
-"""A training loop over accelerate with one added line trains as without it, whatever is made first."""
+"""Train with accelerate and one added line, in any order of creation."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from tests.tiny import TinyCheckpoints
 def environment_of(engine: str, folder: Path) -> dict[str, str]:
     if engine == "fsdp2":
         return fsdp2()
-    # accelerate's optimizer is the script's own, and its batches are told nowhere else.
+    # accelerate's optimizer belongs to the script, and its batches are configured nowhere else.
     more = {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 1.0, "bf16": {"enabled": "auto"}}
     if engine == "zero2":
         more["zero_optimization"] = {"stage": 2}

@@ -1,4 +1,4 @@
-"""Embeddings of a model that is in shards, resized by transformers' method, train as in one process."""
+"""Resize the embeddings of a sharded model, and train as one process."""
 
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ CHANGES = {"more": (9, None, True), "fewer": (-8, None, True), "padded": (3, 64,
 
 def change(model: Any, more: int, multiple: int | None, mean: bool, seed: int) -> Any:
     torch.manual_seed(seed)
-    count = model.config.get_text_config().vocab_size + more  # for partitions have no shape of their own
+    count = model.config.get_text_config().vocab_size + more  # partitions have no shape
     return model.resize_token_embeddings(count, pad_to_multiple_of=multiple, mean_resizing=mean)
 
 
@@ -51,7 +51,7 @@ def ours(path: Path, kind: str, edit: tuple[Any, ...]) -> dict[str, Any]:
     with zerostart.enabled(engine="fsdp2"):
         model = getattr(transformers, MODELS[kind]).from_pretrained(path)
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
-    resized = change(model, *edit, seed=7 + rank)  # What rank 0 draws is everyone's.
+    resized = change(model, *edit, seed=7 + rank)  # Rank 0 draws for everyone.
     assert resized is model.get_input_embeddings() is embeddings
     assert model.get_output_embeddings() is head
     start = {name: tensor.clone() for name, tensor in zerostart.full_tensors(model, rank=None)}
@@ -97,7 +97,7 @@ def compare(path: Path, kind: str, edit: tuple[Any, ...]) -> None:
 
 
 def partitions(path: Path, folder: Path, edits: list[str]) -> None:
-    """At ZeRO-3, of which transformers is told nothing: by ``load``, or by ``enabled(engine=...)``."""
+    """Load at ZeRO-3 without a configuration for transformers: by ``load``, or by ``enabled(engine=...)``."""
     import deepspeed
     import transformers
 

@@ -1,4 +1,4 @@
-"""What scripts save by their own calls, and resume from, with the one added line."""
+"""Save and resume with the libraries' calls and one added line."""
 
 import json
 from pathlib import Path
@@ -52,7 +52,7 @@ def unsharded(weights: Path, out: Path) -> None:
 
 
 def settings_in(folder: Path) -> dict[str, Any]:
-    """All JSON files but the marker: the index, which says what lies where, too."""
+    """Return all JSON files except the marker, including the index."""
     files = [file for file in folder.glob("*.json") if file.name != "zerostart.json"]
     return {file.name: json.loads(file.read_text()) for file in files}
 
@@ -62,7 +62,7 @@ def test_accelerate_saves_and_resumes(engine: str, checkpoints: TinyCheckpoints,
     path, environment = checkpoints("qwen3_moe_aligned"), environment_of(engine, tmp_path / "zero")
     out = tmp_path / "out"
     _, losses = run(saved_every_way, 2, path, out, environment, {})
-    # What accelerate gathers, and transformers saves of that, is what all ranks have written.
+    # transformers saves the tensors that accelerate gathers: compare with the save of all ranks.
     gathered = tensors_in(out / "documented")
     assert same(tensors_in(out / "main"), gathered)
     unsharded(out / "documented", tmp_path)
@@ -92,13 +92,13 @@ def check_own_names(path: Path, model: Path, gathered: dict[str, torch.Tensor]) 
 def test_a_call_of_one_rank_alone_is_an_error(
     waits: bool, checkpoints: TinyCheckpoints, tmp_path: Path
 ) -> None:
-    """At once where the others wait for everyone; else by the time-out of the process group."""
+    """The error comes at once if the others wait for everyone, otherwise after the group's timeout."""
     arguments = (checkpoints("qwen3"), tmp_path / "out", fsdp2(), waits)
     seconds = run_ranks(alone, 2, *arguments, process_group=False, timeout=100)[0]
     assert seconds < 5 if waits else 19 < seconds < 25
 
 
-#: How it was saved, by how many; how it goes on, by how many.
+#: Engine and ranks of the save, and of the resumed training.
 MOVES = [
     ("deepspeed", 2, "fsdp2", 2),
     ("fsdp2", 2, "deepspeed", 1),

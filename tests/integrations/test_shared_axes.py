@@ -15,7 +15,7 @@ ROWS = 2
 
 
 def axes(**sizes: int) -> dict[str, str]:
-    """The environment that ``accelerate launch`` makes of them."""
+    """Return the environment that ``accelerate launch`` would set."""
     named = {f"PARALLELISM_CONFIG_{key.upper()}_SIZE": str(size) for key, size in sizes.items()}
     return {**fsdp2(), "ACCELERATE_USE_PARALLELISM_CONFIG": "true", **named}
 
@@ -66,7 +66,7 @@ def test_sequences_are_shared_on_deepspeed(stage: int, checkpoints: TinyCheckpoi
 
 @pytest.mark.slow
 def test_sequences_are_shared_on_fsdp2(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
-    """accelerate's own cannot be compared: torch has no context parallelism on the CPU by itself."""
+    """Compare with one process: torch has no context parallelism of its own on CPUs."""
     environment = {**fsdp2(), **sequences("CP")}
     ours = run(checkpoints(MODEL), tmp_path / "ours", environment, {}, 2, ROWS)
     alone = run(checkpoints(MODEL), tmp_path / "alone", {}, None, 1, ROWS)

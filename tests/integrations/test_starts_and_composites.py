@@ -1,6 +1,6 @@
-"""Scripts whose models have no checkpoint, or are put together of several loads.
+"""Train models without a checkpoint, and models of several loads.
 
-What is expected is one process that has the same model whole and sees the batches of all ranks.
+The reference is one process with the whole model and the batches of all ranks.
 """
 
 import os
@@ -19,7 +19,7 @@ from tests.tiny import TINY, TinyCheckpoints
 from zerostart.errors import ConfigError
 
 SEED, STEPS = 13, 3
-#: With an epsilon above the rounding of gradients that are next to nothing.
+#: Epsilon larger than the rounding of very small gradients.
 ADAMW: dict[str, Any] = {"lr": 1e-2, "eps": 1e-3}
 
 
@@ -31,7 +31,7 @@ def configuration() -> Any:
 
 
 class Captioner(nn.Module):
-    """An encoder from a checkpoint, a decoder from a configuration, and layers that nobody loads."""
+    """An encoder from a checkpoint, a decoder from a configuration, and other layers."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ def alone(path: Path) -> dict[str, Any]:
 
 
 def buffers(model: Captioner) -> set[int]:
-    """Where the encoder's parameters lie, or their partitions."""
+    """Return the addresses of the encoder's parameters, or of their partitions."""
     held = [getattr(p, "ds_tensor", p) for p in model.encoder.parameters()]
     return {t.untyped_storage().data_ptr() for t in held if t.numel()}
 
@@ -131,7 +131,7 @@ def test_a_composite_is_prepared_on_deepspeed(
 
 
 def starts(engine: str, stage: int) -> None:
-    """What a script builds of configurations while it is enabled."""
+    """Build models from configurations while zerostart is enabled."""
     from accelerate import init_empty_weights
     from transformers import (
         AutoModel,
@@ -156,7 +156,7 @@ def starts(engine: str, stage: int) -> None:
         assert zerostart.digest(model) == wanted
         assert torch.equal(drawn, after)
         assert model.training
-        # Parts of a model that transformers builds, and what is on meta, stay as they are.
+        # Parts of a model that transformers builds, and modules on meta, do not change.
         sizes = {"hidden_size": 12, "num_attention_heads": 2, "num_hidden_layers": 1}
         part = BertConfig(vocab_size=11, intermediate_size=8, **sizes)
         both = EncoderDecoderConfig.from_encoder_decoder_configs(part, part)
@@ -167,7 +167,7 @@ def starts(engine: str, stage: int) -> None:
                 assert next(AutoModel.from_config(configuration()).parameters()).device.type == "meta"
         check_alone(start)
         assert zerostart.digest(start()[0]) == wanted
-    # A configuration of ZeRO-3 is alive, under which transformers partitions what it builds.
+    # With an active configuration of ZeRO-3, transformers partitions what it builds.
     keep = HfDeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}})
     torch.manual_seed(SEED)
     made = zerostart.load(None, lambda: AutoModelForCausalLM.from_config(configuration()), progress=False)
@@ -176,7 +176,7 @@ def starts(engine: str, stage: int) -> None:
 
 
 def check_alone(start: Callable[[], object]) -> None:
-    """A call on one rank alone, while the other waits for everyone."""
+    """Make a call on one rank while the other waits for everyone."""
     from accelerate import PartialState
 
     state, begun = PartialState(cpu=True), time.monotonic()

@@ -1,4 +1,4 @@
-"""The HF Trainer with one added line trains as without it, and saves the same."""
+"""Train and save with the HF Trainer, with and without the added line."""
 
 import json
 from pathlib import Path

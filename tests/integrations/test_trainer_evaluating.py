@@ -1,4 +1,4 @@
-"""The HF Trainer evaluates a model in shards before it is trained, and trains it all the same."""
+"""Evaluate a sharded model with the HF Trainer before and after training."""
 
 import copy
 import os
@@ -26,7 +26,7 @@ def trainer_script(
     adopt: bool,
     fresh: bool = False,
 ) -> Any:
-    """Call methods of one Trainer one after another, and return what each says of the loss."""
+    """Call methods of one Trainer, and return the losses that they report."""
     os.environ.update(environment)
     from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 

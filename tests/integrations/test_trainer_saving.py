@@ -28,7 +28,7 @@ def script(
     resume: bool | str,
     more: dict[str, Any],
 ) -> dict[str, Any]:
-    """As transformers' examples; what it logged, and the last weights as they are gathered."""
+    """Train like transformers' examples; return the log and the gathered weights."""
     os.environ.update(environment)
     from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
@@ -121,7 +121,7 @@ def test_the_best_model_at_the_end_and_the_last_by_itself(
         "save_total_limit": 2,
         "load_best_model_at_end": True,
     }
-    # The loss falls: what is best by the greatest is the first checkpoint.
+    # The loss falls: with the greatest loss as best, the first checkpoint is best.
     more |= {"metric_for_best_model": "eval_loss", "greater_is_better": True}
     found = run(2, path, out, environment_of(engine, tmp_path / "a"), max_steps=6, **more)
     assert found["best"] == str(out / "checkpoint-2")

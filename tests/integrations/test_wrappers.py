@@ -1,4 +1,4 @@
-"""Wrappers that call parts of a model in shards, and adapters of prompts, train as in one process."""
+"""Train wrappers that call parts of a sharded model, and prompt adapters, as one process."""
 
 import os
 from pathlib import Path
@@ -14,7 +14,7 @@ from tests.tiny import TinyCheckpoints
 
 
 class Wrapper(torch.nn.Module):
-    """Calls the model inside by ``calls``, and has a value head of its own."""
+    """Call the inner model by ``calls``, and add a value head."""
 
     def __init__(self, model: Any, calls: str) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ def test_adapters(engine: str, adapter: str, checkpoints: TinyCheckpoints, tmp_p
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["zero2", "fsdp2"])
 def test_a_wrapper_with_a_save_of_its_own(engine: str, checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
-    """The Trainer saves the state dict of what is neither transformers' nor PEFT's."""
+    """The Trainer saves the state dict of models of neither transformers nor PEFT."""
     Wrapper.save_pretrained = lambda self, path: None  # type: ignore[attr-defined]
     run(2, checkpoints("qwen3"), tmp_path / "two", environment(engine, tmp_path), "lora", "forward")
     assert {"head.weight", "head.bias"} < load_file(tmp_path / "two/model.safetensors").keys()

@@ -1,4 +1,4 @@
-"""LoRAs of a pipeline in shards, by diffusers' own methods, beside its own unsharded pipeline, to the bit."""
+"""Use LoRAs in a sharded pipeline by diffusers' methods; compare with the unsharded one."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -53,7 +53,7 @@ def picture(pipe: Any, key: str) -> torch.Tensor:
 
 
 def steps(one: Path, two: Path) -> dict[str, Callable[[Any], object]]:
-    """What a user does, one after the other."""
+    """Steps of a user, in order."""
     return {
         "one": lambda p: p.load_lora_weights(one, adapter_name="one"),
         "two, made whole at once": lambda p: p.load_lora_weights(

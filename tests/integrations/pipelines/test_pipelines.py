@@ -1,4 +1,4 @@
-"""Whole pipelines, each component placed its own way, give what the unsharded pipeline gives, to the bit."""
+"""Compare pipelines with placements with the unsharded pipeline, bit for bit."""
 
 import shutil
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ WAYS: Mapping[str, tuple[str, int, str, float | None]] = {
 }
 
 
-#: What a family's largest module takes, and a little.
+#: Bytes of each family's largest module, with a margin.
 LEAST = {
     "wan": 1 << 18,
     "wan_of_two": 1 << 18,
@@ -37,7 +37,7 @@ LEAST = {
 
 
 def picture(pipe: Any, key: str) -> torch.Tensor:
-    """What the pipeline makes of a prompt in two steps."""
+    """Run the pipeline on a prompt for two steps."""
     pipe.set_progress_bar_config(disable=True)
     generator = torch.Generator().manual_seed(3)
     prompt = "a cat sees the sea"

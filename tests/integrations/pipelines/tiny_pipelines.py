@@ -22,7 +22,7 @@ TEXT: Mapping[str, Any] = {
 }
 
 _WAN = {"height": 16, "width": 16, "num_frames": 5, "guidance_scale": 3.0, "max_sequence_length": 12}
-#: What each pipeline is called with, beside a prompt and a generator.
+#: Arguments of each pipeline in addition to a prompt and a generator.
 CALLS: Mapping[str, Mapping[str, Any]] = {
     "wan": _WAN,
     "wan_of_two": _WAN,
@@ -193,7 +193,7 @@ def z_image() -> Any:
 
 
 def hunyuan_video() -> Any:
-    """Of a text the tokenizer gives as many words with the template as the released one, but for four."""
+    """The tokenizer returns as many tokens with the template as the released one, minus four."""
     import diffusers
     from transformers import CLIPTextConfig, CLIPTextModel, LlamaConfig, LlamaModel
 
@@ -211,7 +211,7 @@ def hunyuan_video() -> Any:
 
 
 def ltx2() -> Any:
-    """With sound: of spectrograms of 8 bands, which are 2 of 2 channels in its latents."""
+    """A pipeline with sound: spectrograms of 8 bands, in latents with 2 bands of 2 channels."""
     import diffusers
     from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder
     from transformers import Gemma3Config, Gemma3ForConditionalGeneration
