@@ -39,10 +39,10 @@ def as_numbers(recipe: Recipe, before: torch.Tensor, sources: Tensors) -> torch.
     box = geometry.Box((0,) * len(shape), shape)
     for piece in recipe.pieces:
         for copy in geometry.copies_between(piece, box, 0, geometry.row_major_strides(shape)):
-            given = copy.source.value if isinstance(copy.source, Computed) else sources[str(copy.source)]
-            assert given is not None, "only constants are computed here"
+            source = copy.source.value if isinstance(copy.source, Computed) else sources[str(copy.source)]
+            assert source is not None, "only constants are computed here"
             sizes = [size for size, _, _ in copy.loops]
-            values = given.reshape(-1).as_strided(sizes, [s for _, s, _ in copy.loops], copy.start)
+            values = source.reshape(-1).as_strided(sizes, [s for _, s, _ in copy.loops], copy.start)
             out.as_strided(sizes, [d for _, _, d in copy.loops], copy.to).copy_(values)
     return out.view(shape)
 
@@ -59,10 +59,10 @@ def check(
     own = {name: t.to(dtype) if t.is_contiguous() else t.t().to(dtype).t() for name, t in make().items()}
     tied = {name: next(o for o, t in before.items() if t is before[name]) for name in before}
     own = {name: own[tied[name]] for name in own}
-    kept = {name: t.clone() for name, t in own.items()}
+    copies = {name: t.clone() for name, t in own.items()}
     recipes = trace_loader(load(own), symbols(shapes, dtype), own, "a loader")
     for name, want in after.items():
-        assert torch.equal(own[name], kept[name]), "the trace changed a tensor"
+        assert torch.equal(own[name], copies[name]), "the trace changed a tensor"
         recipe = recipes.by_name.get(name)
         have = before[name] if recipe is None else as_numbers(recipe, before[name], numbers(shapes))
         assert torch.equal(have, want), name
@@ -71,8 +71,8 @@ def check(
         assert recipes.partial.get(name, 0) == (0 if recipe is None else unfilled)
         if recipe is not None:
             assert sum(prod(piece.extent) for piece in recipe.pieces) == want.numel() - unfilled
-    taken = torch.cat([t.reshape(-1) for t in after.values()])
-    have = {name for name, t in numbers(shapes).items() if torch.isin(t, taken).any()}
+    all_numbers = torch.cat([t.reshape(-1) for t in after.values()])
+    have = {name for name, t in numbers(shapes).items() if torch.isin(t, all_numbers).any()}
     assert set(recipes.coverage.unexpected) <= shapes.keys() - have
     return recipes
 
@@ -90,14 +90,14 @@ def programs(
     turned = draw(st.booleans())
 
     def make() -> Tensors:
-        created = {}
+        tensors = {}
         for number, size in enumerate(sizes):
             numel = torch.Size(size).numel()
-            created[f"p{number}"] = -1 - torch.arange(number * STRIDE, number * STRIDE + numel).view(size)
-        if turned and created["p0"].dim() == 2:
-            created["p0"] = created["p0"].t().contiguous().t()
-        created["tied"] = created["p1"]
-        return created
+            tensors[f"p{number}"] = -1 - torch.arange(number * STRIDE, number * STRIDE + numel).view(size)
+        if turned and tensors["p0"].dim() == 2:
+            tensors["p0"] = tensors["p0"].t().contiguous().t()
+        tensors["tied"] = tensors["p1"]
+        return tensors
 
     moves: list[
         tuple[
@@ -113,20 +113,20 @@ def programs(
         into, view = [], example[name]
         for _ in range(draw(st.integers(0, 3))):
             step = draw(operations(view))
-            # A write into a copy is lost, and one into an element that is there several times is refused.
-            if step is not None and (created := step(view)).numel() and shares(created, view):
+            # Writes into a copy are lost, and writes into repeated elements are refused.
+            if step is not None and (result := step(view)).numel() and shares(result, view):
                 into.append(step)
-                view = created
+                view = result
         source = draw(st.sampled_from([*shapes, None]))
         of: list[Callable[[torch.Tensor], torch.Tensor]] = []
         if source is not None:
-            given = numbers(shapes)[source]
+            weight = numbers(shapes)[source]
             for _ in range(draw(st.integers(0, 2))):
-                step = draw(operations(given))
-                if step is not None and (created := step(given)).numel() < 500 and created.numel():
+                step = draw(operations(weight))
+                if step is not None and (result := step(weight)).numel() < 500 and result.numel():
                     of.append(step)
-                    given = created
-            n = given.numel()
+                    weight = result
+            n = weight.numel()
             while view.numel() > n:
                 dim = next(d for d, size in enumerate(view.shape) if size > 1)
                 into.append(lambda x, dim=dim: x.narrow(dim, 0, 1))
@@ -141,7 +141,7 @@ def programs(
 
     def load(own: Mapping[str, torch.Tensor]) -> Callable[[Pairs], object]:
         def run(pairs: Pairs) -> None:
-            given = dict(pairs)
+            weights = dict(pairs)
             for name, into, source, of in moves:
                 view = own[name].data
                 for step in into:
@@ -149,7 +149,7 @@ def programs(
                 if source is None:
                     view.zero_()
                 else:
-                    weight = given[source]
+                    weight = weights[source]
                     for step in of:
                         weight = step(weight)
                     view.copy_(weight)

@@ -68,11 +68,11 @@ def test_other_memory_is_refused(tmp_path: Path) -> None:
     os.ftruncate(unsealed, image.nbytes)
     with pytest.raises(ReadError, match="is not an image"):
         SharedImage(image, unsealed)
-    created = make_memory(image)
+    descriptor = make_memory(image)
     with pytest.raises(OSError, match="not permitted"):
-        os.ftruncate(created, 1)
-    assert fcntl.fcntl(created, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
-    SharedImage(image, created).close()
+        os.ftruncate(descriptor, 1)
+    assert fcntl.fcntl(descriptor, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
+    SharedImage(image, descriptor).close()
 
 
 @pytest.mark.parametrize(
@@ -89,9 +89,9 @@ def test_a_stranger_delays_no_push(data: bytes, content: bytes | None) -> None:
             socket.send_fds(stranger, [data], [] if content is None else [file.fileno()])
         thread = threading.Thread(target=serving.serve, args=(_receiver(engine), refitter.address))
         thread.start()
-        begun = time.monotonic()
+        start_time = time.monotonic()
         assert refitter.push().version == 1
-        assert time.monotonic() - begun < 10
+        assert time.monotonic() - start_time < 10
         stranger.close()
     thread.join(20)
 
@@ -144,9 +144,9 @@ def test_a_wire_that_is_cut_at_each_message(message: str, monkeypatch: pytest.Mo
         if message in ("hello", "image", "wants"):  # messages of a joining worker: let it join again
             server: Any = refitter._transport._server  # type: ignore[union-attr]
             server._workers[0].channel._socket.shutdown(socket.SHUT_RDWR)
-        begun = time.monotonic()
+        start_time = time.monotonic()
         error_text = _push(refitter, model, 2.0)
-        assert time.monotonic() - begun < 20
+        assert time.monotonic() - start_time < 20
         assert "worker" in error_text
         state = engine.weight.detach()
         assert torch.equal(state, torch.full(SIZE, 1.0)) or torch.equal(state, torch.full(SIZE, 2.0))
@@ -163,9 +163,9 @@ def test_a_worker_that_stops_is_named_and_comes_back(tmp_path: Path) -> None:
     with _start_serving(tmp_path, 3.0) as (refitter, model, worker):
         assert _push(refitter, model, 1.0) == ""
         os.kill(worker.pid, signal.SIGSTOP)
-        begun = time.monotonic()
+        start_time = time.monotonic()
         assert "worker" in _push(refitter, model, 2.0)
-        assert time.monotonic() - begun < 6
+        assert time.monotonic() - start_time < 6
         os.kill(worker.pid, signal.SIGCONT)
         until = time.monotonic() + 60
         while _push(refitter, model, 3.0):

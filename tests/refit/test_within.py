@@ -172,9 +172,9 @@ def test_an_adapter_is_sent_alone(tmp_path: Path) -> None:
         [saved["base_model.model.head.lora_A.weight"], saved["base_model.model.head.lora_B.weight"].T], 1
     )
     assert torch.equal(engine.factors, expected)
-    given = dict(zerostart.weight_source(adapted, merge_adapters=False))
-    assert given.keys() == saved.keys()
-    assert all(torch.equal(given[name], saved[name]) for name in saved)
+    streamed = dict(zerostart.weight_source(adapted, merge_adapters=False))
+    assert streamed.keys() == saved.keys()
+    assert all(torch.equal(streamed[name], saved[name]) for name in saved)
     adapted.add_adapter("other", config)
     with pytest.raises(ConfigError, match=r"exactly one adapter, but this Module has 2 \(default, other\)"):
         zerostart.refit(adapted, engine, merge_adapters=False)
@@ -182,24 +182,24 @@ def test_an_adapter_is_sent_alone(tmp_path: Path) -> None:
         zerostart.refit(nn.Linear(2, 2), engine, merge_adapters=False)
 
 
-def _other_arguments(given: dict[str, list[Any]]) -> list[str]:
+def _other_arguments(arguments: dict[str, list[Any]]) -> list[str]:
     """Return the error for each argument that differs between ranks."""
-    model, actual = nn.Linear(3, 2), []
-    for name, values in given.items():
+    model, errors = nn.Linear(3, 2), []
+    for name, values in arguments.items():
         with pytest.raises(ConfigError) as error:
             zerostart.refit(model, **{name: values[dist.get_rank()]})
-        actual.append(str(error.value))
-    return actual
+        errors.append(str(error.value))
+    return errors
 
 
 @pytest.mark.slow
-def test_ranks_that_are_given_different_arguments_are_told_so() -> None:
-    given = {
+def test_different_arguments_on_ranks_are_an_error() -> None:
+    arguments = {
         "dtype": [None, BF16],
         "timeout": [4, 5],
         "strict": [True, False],
     }
-    first, second = run_ranks(_other_arguments, 2, given, timeout=60)
+    first, second = run_ranks(_other_arguments, 2, arguments, timeout=60)
     assert first == second
     assert first[1].startswith(
         "zerostart.refit has RefitSettings(workers=None, dtype=None, merge_adapters=True, timeout=4, "

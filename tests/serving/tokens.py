@@ -15,13 +15,13 @@ def greedy(path: Path, prompt: list[int], count: int) -> list[int]:
     model: Any = AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, attn_implementation="eager"
     ).eval()
-    given = torch.tensor([prompt])
-    created = model.generate(
-        given,
-        attention_mask=torch.ones_like(given),
+    inputs = torch.tensor([prompt])
+    outputs = model.generate(
+        inputs,
+        attention_mask=torch.ones_like(inputs),
         max_new_tokens=count,
         do_sample=False,
         eos_token_id=None,
         pad_token_id=0,
     )
-    return [int(token) for token in created[0, len(prompt) :]]
+    return [int(token) for token in outputs[0, len(prompt) :]]
