@@ -82,7 +82,7 @@ def alone(weights: dict[str, torch.Tensor]) -> tuple[list[float], dict[str, torc
 def load_both(source: str) -> Both:
     dit = zerostart.load(source, Dit, engine="deepspeed", engine_config=CONFIG, progress=False)
     arguments = {"model_class": TinyVAE, "module_map": None, "quantize": None}
-    call = DiffSynthLoad(Request(), EngineSetup.asked("deepspeed", 3, CONFIG), arguments, lambda *_: None)
+    call = DiffSynthLoad(Request(), EngineSetup.requested("deepspeed", 3, CONFIG), arguments, lambda *_: None)
     return Both(call.load_model(TinyVAE).requires_grad_(False), dit)
 
 

@@ -265,7 +265,7 @@ def fail_in_a_library() -> str:
     from zerostart.integrations.loading import InterceptedLoad
     from zerostart.loading.request import Request
 
-    call = InterceptedLoad(Request(), EngineSetup.asked("fsdp2", 3, {}), {}, lambda *_: None)
+    call = InterceptedLoad(Request(), EngineSetup.requested("fsdp2", 3, {}), {}, lambda *_: None)
     try:
         with call.agreeing():
             raise OSError("no file of that name.\n\tLook at the hub.")

@@ -203,6 +203,13 @@ class Driver(Protocol):
         ...
 
 
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Handler that makes a redirect an error: a server must not choose other addresses."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
 class Server:
     """HTTP server at ``http://HOST:PORT``; a failed request raises PeerError."""
 
@@ -216,16 +223,15 @@ class Server:
         Within a push there is no ``timeout``: the push has its own, which ends the server's wait.
         """
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(
-            f"{self.address}/{route}", data, {"Content-Type": "application/json"}
-        )
+        url = f"{self.address}/{route}"
+        request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
         try:
-            with urllib.request.urlopen(request, timeout=timeout) as answer:
+            with urllib.request.build_opener(_NoRedirects).open(request, timeout=timeout) as answer:
                 text = answer.read()
         except urllib.error.HTTPError as error:
             is_missing = error.code == 404 and self._missing
             reason = self._missing if is_missing else error.read(2000).decode(errors="replace")
-            raise PeerError(f"{self.address}/{route} answers {error.code}: {reason}") from None
+            raise PeerError(f"{url} answers {error.code}: {reason}") from None
         except OSError as error:
-            raise PeerError(f"{self.address}/{route} does not answer: {error}") from error
+            raise PeerError(f"{url} does not answer: {error}") from error
         return json.loads(text) if text.startswith(b"{") else {}

@@ -115,10 +115,8 @@ class Rounds:
         if device.type != "cpu":
             # Another stream may still write the weights.
             torch.accelerator.synchronize(device)
-        self._write_offsets = [
-            layout.tensors[write.name].offset + write.first * write.dtype.itemsize
-            for write in ready.plan.writes
-        ]
+        offsets = {name: entry.offset for name, entry in layout.tensors.items()}
+        self._write_offsets = [offsets[w.name] + w.first * w.dtype.itemsize for w in ready.plan.writes]
         self._is_summed = bytearray(len(ready.plan.writes))
 
     def fetch(self, ranges: Sequence[Range]) -> list[ImagePart]:
