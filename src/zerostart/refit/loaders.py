@@ -389,12 +389,10 @@ class Following(TorchDispatchMode):
 
     def _copied(self, target: torch.Tensor, source: torch.Tensor) -> bool:
         region = self._own.region(target)
-        twin = self._own.twin(source)
-        if region is None or target.dtype != region.memory.dtype or twin.device.type == "meta":
+        own = self._own.twin(source)
+        if region is None or target.dtype != region.memory.dtype or own.device.type == "meta":
             return False
-        value = (
-            twin.value if isinstance(twin, SymbolicTensor) else make_constant(source.detach().cpu().clone())
-        )
+        value = own.value if isinstance(own, SymbolicTensor) else make_constant(source.detach().cpu().clone())
         if value.shape != tuple(target.shape):
             torch.empty(value.shape, device="meta").expand(target.shape)  # raise torch's error
             value = expand(value, tuple(target.shape))

@@ -224,14 +224,13 @@ class FillPlan:
             plan = plan_writes(layout, [(back, placed, _origin(back, True))], CHUNK)
             runs = ByteSet.of_writes(plan, layout)
             own = {str(source) for piece in back.pieces for source in piece.source}
+            dtypes = [torch_dtype(layout.tensors[source].dtype, source) for source in own]
             nbytes = sum(piece.numel for piece in back.pieces) * recipe.target.dtype.itemsize
             # Elements that are copied twice, or into a dtype that loses values, cannot be read back.
             if (
                 runs.nbytes != nbytes
                 or any(other.intersect(runs).nbytes for source in own for other in copied.get(source, ()))
-                or not all(
-                    can_hold(recipe.target.dtype, torch_dtype(layout.tensors[s].dtype, s)) for s in own
-                )
+                or not all(can_hold(recipe.target.dtype, dtype) for dtype in dtypes)
             ):
                 back, runs, own = Recipe(recipe.target, ()), ByteSet.of([]), set()
             for source in own:

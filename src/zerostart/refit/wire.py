@@ -204,10 +204,8 @@ class Driver(Protocol):
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """Handler that makes a redirect an error: a server must not choose other addresses."""
-
     def redirect_request(self, *_: Any) -> None:
-        return None
+        """Return None, which makes a redirect an error: a server must not choose other addresses."""
 
 
 class Server:
