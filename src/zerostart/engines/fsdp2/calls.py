@@ -25,10 +25,10 @@ from zerostart.upstream.types import Arguments, Keywords
 
 
 def keep_calls(model: nn.Module, entries: Sequence[str]) -> None:
-    """Have the units of ``model`` work on the caller's own containers, and gather no inference tensors.
+    """Give units the caller's own containers, and gather no inference tensors.
 
-    ``entries`` are methods beside the forward by which the model runs: its parameters are gathered for these
-    too. A unit that is called while the model is not running belongs to it all the same.
+    ``entries`` are methods next to the forward that run the model, and that need its parameters gathered too.
+    A unit may also be called while the model is not running.
     """
     root = _Root(model)
     for module in model.modules():
@@ -53,24 +53,24 @@ class _Root:
         self._begun = False
         units = (m for m in model.modules() if m is not model and isinstance(m, FSDPModule))
         inside = {id(parameter) for unit in units for parameter in unit.parameters()}
-        # Parameters that are in no unit but the root's, whose forward alone would gather them.
+        # Parameters of the root's own unit: only the root's forward gathers them.
         own = [name for name, p in model.named_parameters() if p.dim() and id(p) not in inside]
         # Such as a token for padding: pipelines read it between the calls of modules.
         self._bare = own if len(own) == sum(p.dim() > 0 for p in model.parameters(recurse=False)) else []
         self._scalars = bool(scalars_of(model))
 
     def begin(self) -> None:
-        """Called before a unit runs: it belongs to the model, whose own few parameters are whole by then.
+        """Prepare the model for a unit that runs, and gather the model's own few parameters.
 
-        Raises EngineError where these are to be trained, or any without dimensions.
+        Raises EngineError if these are to be trained, or any without dimensions.
         """
         if self._scalars and torch.is_grad_enabled():
             check_frozen(self._model)
         if not self._begun:
             begin_at(self._model)
             self._begun = True
-        # A layer that is run again in the backward of a checkpoint was within the model's forward, or was not
-        # and has been through here. What is gathered in the midst of a backward would outlive the step.
+        # A layer that runs again in the backward of a checkpoint ran inside the model's forward, or has
+        # passed here before. A gather in the middle of a backward would outlast the step.
         if not self._bare or self.running or in_backward():
             return
         if isinstance(self._model, FSDPModule):
@@ -107,13 +107,13 @@ class _Guard:
 
 
 class _Frame:
-    """One call that goes on."""
+    """One running call of a unit."""
 
     def __init__(
-        self, left: OutsideInferenceMode | None, given: tuple[tuple[object, ...], dict[str, object]]
+        self, outside: OutsideInferenceMode | None, arguments: tuple[tuple[object, ...], dict[str, object]]
     ) -> None:
-        self._left = left
-        self._given = given
+        self._left = outside
+        self._given = arguments
         self._pairs: list[Rebuilt] = []
 
     def compare(self, args: Arguments, kwargs: Keywords) -> None:
@@ -136,7 +136,7 @@ def _add_entry(model: nn.Module, name: str, guard: _Guard) -> None:
         guard.within(self, args, kwargs)
         return plain(*args, **kwargs)
 
-    # Innermost: FSDP2 wraps what is there now, so ``within`` sees what it hands on.
+    # Innermost: FSDP2 wraps the present method, so ``within`` sees FSDP2's arguments.
     setattr(model, name, types.MethodType(within, model))
     register_fsdp_forward_method(model, name)
     gathering = getattr(model, name)
@@ -154,17 +154,16 @@ def _add_entry(model: nn.Module, name: str, guard: _Guard) -> None:
     setattr(model, name, types.MethodType(run, model))
 
 
-# Places that hold a parameter beside its module, under an engine that swaps parameters in its modules.
-# FSDP2 puts the gathered parameter into its module before the module runs, and the sharded one back
-# afterwards. It does so with ``setattr`` where a class has a ``__setattr__`` of its own, as torch's recurrent
-# layers have to keep their lists of weights up to date. So do the modules here whose parameters are kept
-# elsewhere too.
+# Other places of a module's parameter. FSDP2 puts the gathered parameter into its module before the module
+# runs, and the sharded one back afterwards. It does so with ``setattr`` for classes that override
+# ``__setattr__``, such as torch's recurrent layers, which keep lists of their weights. The modules here
+# follow that pattern for parameters that other places hold too.
 
 _ATTRIBUTE = "_zerostart_aliases"
 
 
 def follow_swaps(model: nn.Module, aliases: Sequence[Alias]) -> None:
-    """Let each place hold what is under its name in ``model``, whenever that changes."""
+    """Keep each alias equal to the parameter of its name in ``model``."""
     for alias in aliases:
         path, _, leaf = alias.name.rpartition(".")
         module = model.get_submodule(path)
@@ -178,13 +177,13 @@ def follow_swaps(model: nn.Module, aliases: Sequence[Alias]) -> None:
 
 @functools.cache
 def _following(kind: type[nn.Module]) -> type[nn.Module]:
-    def put(self: nn.Module, name: str, value: torch.Tensor | nn.Module) -> None:
-        # The module first: an alias follows what is really there.
+    def set_attribute(self: nn.Module, name: str, value: torch.Tensor | nn.Module) -> None:
+        # The module first: an alias follows the module's final value.
         kind.__setattr__(self, name, value)
         for alias in vars(self)[_ATTRIBUTE].get(name, ()):
             alias.follow(value)
 
-    return type(kind.__name__, (kind,), {"__setattr__": put, "__module__": kind.__module__})
+    return type(kind.__name__, (kind,), {"__setattr__": set_attribute, "__module__": kind.__module__})
 
 
 # ZeRO stages in FSDP2's terms. Parameters are sharded at rest at every stage from 1 on; what differs is how
@@ -194,9 +193,9 @@ def _following(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def begin_batch(model: FSDPModule, zero_stage: int, last: bool) -> None:
-    """Call before the forward of each of the batches whose gradients are accumulated for one step.
+    """Prepare the forward of one of the accumulated batches of a step.
 
-    ``last`` is true for the one before the optimizer's step: for each, where nothing is accumulated.
+    ``last`` is true for the batch before the optimizer's step: for every batch without accumulation.
     """
     # Stage 2 reduces the gradients of every batch, and holds its share of the sum.
     reduces = last or zero_stage == 2

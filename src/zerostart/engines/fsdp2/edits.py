@@ -1,8 +1,8 @@
-"""Edits of parameters that FSDP2 has sharded, between the load and the first forward.
+"""Apply edits of FSDP2's sharded parameters between the load and the first forward.
 
-A view that cuts through shards is a copy, so DTensor loses what is written there. And on CPUs it draws the
-same random numbers for the shard of each rank. Such functions run on the whole parameter, as in one process;
-then each rank takes its share of rank 0's result.
+A view that cuts through shards is a copy, so DTensor loses writes to it. On CPUs DTensor also draws the same
+random numbers for the shard of each rank. Such functions run on the whole parameter, as in one process; then
+each rank takes its share of rank 0's result.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _DRAWING = re.compile(
     "(feature_)?(alpha_)?dropout([123]d)?|bernoulli|gumbel_softmax|multinomial|normal|poisson"
     "|rand(int|n)?_like|rrelu"
 )
-#: Attributes of views of parameters, and of new tensors that are made of parameters.
+#: Attributes of views of parameters, and of new tensors derived from parameters.
 _PART, _DERIVED = "_zerostart_part", "_zerostart_derived"
 _ASSIGNMENTS = ("fill_", "zero_", "copy_", "zeros_", "ones_", "constant_")
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
@@ -48,7 +48,10 @@ _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 @dataclass(frozen=True)
 class _Part:
-    """A view of ``base``, which ``take`` repeats on any tensor of its shape, after ``seen`` edits."""
+    """A view of ``base`` that ``take`` repeats on any tensor of its shape.
+
+    ``seen`` is the number of the last edit when it was made.
+    """
 
     base: DTensor
     take: Callable[[torch.Tensor], torch.Tensor]
@@ -82,7 +85,7 @@ class _Call:
         return _shares_shard(self.target, self.part) and (pointwise or self.name in _ASSIGNMENTS)
 
     def run_on(self, target: torch.Tensor, convert: Callable[[DTensor], torch.Tensor]) -> Any:
-        """Run the function on ``target``, and what ``convert`` makes of the other DTensors."""
+        """Run the function on ``target``, with the other DTensors converted."""
 
         def replace(value: Any) -> Any:
             if value is self.target:
@@ -97,7 +100,7 @@ class _Call:
         return leaf
 
     def views(self) -> list[bool]:
-        """Tell for each result of the function if it is a view of the target."""
+        """Return for each result of the function if it is a view of the target."""
         if self.name.startswith("__") and self.name not in ("__get__", "__getitem__"):
             return []
         target = self.part.take(_on_meta(self.part.base))
@@ -117,7 +120,7 @@ _last_edit = 0
 
 
 def keep_edits(model: nn.Module) -> None:
-    """Apply edits of the parameters of ``model``, or of parts of them, to its shards until it runs."""
+    """Apply edits of parameters, or of their parts, to the shards until ``model`` runs."""
     global _begun
     _waiting.add(model)
     _begun += 1
@@ -125,7 +128,7 @@ def keep_edits(model: nn.Module) -> None:
 
 
 def expire_views() -> None:
-    """Have each view read its parameter again, whose shards may have been written to."""
+    """Make each view read its parameter again, since shards may have changed."""
     global _last_edit
     _last_edit = next(_edits)
 
@@ -181,7 +184,7 @@ def _run(function: Function, args: Arguments, kwargs: Keywords) -> Any:
 
 
 def _edit(call: _Call) -> Any:
-    """Run a function that writes to a part on the whole tensor, and share out the result; collective."""
+    """Run a function that writes to a part on the whole tensor; collective."""
     base, target = call.part.base, call.target
     with torch.no_grad():
         whole = _whole(base)
@@ -217,25 +220,25 @@ def _refuse(base: torch.Tensor, why: str) -> NoReturn:
 
 
 def _part_of(tensor: object) -> _Part | None:
-    """Return what part of a parameter of a waiting model ``tensor`` is; None for all others."""
+    """Return ``tensor`` as a part of a waiting model's parameter, None for others."""
     if not isinstance(tensor, DTensor):
         return None
-    found: _Part = getattr(tensor, _PART, None) or _Part(tensor, lambda whole: whole)
-    sharded = any(isinstance(placement, ShardPlacement) for placement in found.base.placements)
-    if sharded and hasattr(found.base, _DERIVED):
-        return found
-    if not sharded or not isinstance(found.base, nn.Parameter):
+    part: _Part = getattr(tensor, _PART, None) or _Part(tensor, lambda whole: whole)
+    sharded = any(isinstance(placement, ShardPlacement) for placement in part.base.placements)
+    if sharded and hasattr(part.base, _DERIVED):
+        return part
+    if not sharded or not isinstance(part.base, nn.Parameter):
         return None
-    if getattr(found.base, _OTHER, None) == _begun:
+    if getattr(part.base, _OTHER, None) == _begun:
         return None
-    if any(parameter is found.base for model in _waiting for parameter in model.parameters()):
-        return found
-    setattr(found.base, _OTHER, _begun)
+    if any(parameter is part.base for model in _waiting for parameter in model.parameters()):
+        return part
+    setattr(part.base, _OTHER, _begun)
     return None
 
 
 def _current(value: Any) -> Any:
-    """Return a copy of a part anew if an edit has come after it."""
+    """Return a part again if an edit has followed it."""
     part = getattr(value, _PART, None) if isinstance(value, DTensor) else None
     if part is None or part.seen == _last_edit or _shares_shard(value, part):
         return value

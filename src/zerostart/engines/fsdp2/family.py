@@ -1,4 +1,4 @@
-"""FSDP2 as engines: shards at stages 1 to 3, and whole parameters for DistributedDataParallel at stage 0."""
+"""FSDP2 engines: shards at stages 1 to 3, whole parameters at stage 0."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from zerostart.geometry.layout.layout import FlatRules
 from zerostart.models import Alias
 from zerostart.upstream.accelerate.plugins import launched_fsdp_version
 
-#: What can be said of the configuration in a YAML file.
+#: Keys that a YAML file can set.
 PLAIN = ("replicate", "reshard_after_forward", "wrap")
 
 
@@ -101,7 +101,7 @@ class FSDP2(Engine):
         return FSDP2Settings.of(config).autotp_size
 
     def require(self) -> None:
-        # Imported for its time alone, so that it is no part of the load's own.
+        # Imported early, so that its time does not count as the load's.
         import zerostart.engines.fsdp2.parallel  # noqa: F401
 
     @property
@@ -177,22 +177,22 @@ class FSDP2(Engine):
 
         return current_shards(model)
 
-    def training_config(self, job: TrainingJob, given: EngineConfig) -> dict[str, Any]:
-        # The units cast what they gather. Raises ConfigError for an unknown key.
+    def training_config(self, job: TrainingJob, user_config: EngineConfig) -> dict[str, Any]:
+        # Raises ConfigError for an unknown key.
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
         # A run's configuration is a file: only settings that are plain data, and no meshes or functions.
-        if unknown := sorted(set(given) - set(PLAIN)):
-            known = ", ".join(PLAIN)
-            raise ConfigError(f"engine.config.{unknown[0]} is unknown for {self.name}; known are {known}")
+        if unknown := sorted(set(user_config) - set(PLAIN)):
+            names = ", ".join(PLAIN)
+            raise ConfigError(f"engine.config.{unknown[0]} is unknown for {self.name}; known are {names}")
         if job.mixed_precision == "no" or not self.uses_fully_shard:
-            return dict(given)
-        # The shards stay fp32, as masters; units cast what they gather, and reduce gradients in fp32.
+            return dict(user_config)
+        # The shards remain fp32, as masters; units cast gathered parameters, and reduce gradients in fp32.
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        return {**given, "mp_policy": policy}
+        return {**user_config, "mp_policy": policy}
 
     def accelerate_setup(self, mixed_precision: str) -> AccelerateSetup:
-        # Where the units cast (their MixedPrecisionPolicy), autocast would do so again.
+        # Units cast by their MixedPrecisionPolicy, and autocast would cast again.
         precision = "no" if self.uses_fully_shard else mixed_precision
         options: dict[str, object] = {
             "mixed_precision": precision,
@@ -201,7 +201,7 @@ class FSDP2(Engine):
         if self.replicates_parameters:
             from accelerate.utils import DistributedDataParallelKwargs
 
-            # Of a transformer of two streams the last block's text goes nowhere, and has no gradient.
+            # The last block of a two-stream transformer makes text features that nothing uses.
             options["kwargs_handlers"] = [DistributedDataParallelKwargs(find_unused_parameters=True)]
         return AccelerateSetup(
             options,
@@ -213,7 +213,7 @@ class FSDP2(Engine):
         )
 
     def shard_added(self, model: nn.Module, mixed_precision: str) -> None:
-        # As units of their own. Raises EngineError for what cannot be one.
+        # As separate units. Raises EngineError for modules that cannot be one.
         from zerostart.engines.fsdp2.units import hold_masters, shard_added
 
         if self.uses_fully_shard:

@@ -1,12 +1,13 @@
-"""What FSDP2 takes after a load (``torch/distributed/fsdp/_fully_shard``, torch 2.11 to 2.15).
+"""Forecast the memory that FSDP2 takes after a load.
 
-The sharded parameters are what is trained, in the dtype that they are held in, and the optimizer's states
-have that dtype too. While the model runs, the root's own parameters stay gathered from the forward into the
-backward, and a unit's are gathered into one buffer and copied out of it, which is freed when the next unit
-has been gathered. In the backward the next unit is gathered before the one at hand is done with. Gradients of
-a unit are copied into one buffer, freed, and reduce-scattered; that buffer goes when the next unit has its
-gradients. Gathered parameters and travelling gradients have the dtype of the policy; where it has none for
-the latter, they travel as they come, and from torch 2.15 on in that of the shards.
+Source: ``torch/distributed/fsdp/_fully_shard``, torch 2.11 to 2.15. The sharded parameters are trained in the
+dtype in which they are held, and the optimizer's states have that dtype too. While the model runs, the root's
+own parameters remain gathered from the forward into the backward. A unit's parameters are gathered into one
+buffer and copied out of it; the buffer is freed when the next unit has been gathered. In the backward the
+next unit is gathered before the present one is finished. Gradients of a unit are copied into one buffer,
+freed, and reduce-scattered; that buffer is freed when the next unit has its gradients. Gathered parameters
+and travelling gradients have the dtype of the policy. Without a policy for gradients they keep their dtype,
+and from torch 2.15 on have that of the shards.
 """
 
 from __future__ import annotations
@@ -24,22 +25,22 @@ from zerostart.upstream.torch.fsdp2 import are_reduced_as_shards
 
 @dataclass(frozen=True)
 class Units:
-    """What FSDP2 gathers and reduces at once, in elements."""
+    """Elements that FSDP2 gathers and reduces at once."""
 
-    #: Of the root's own unit.
+    #: Elements of the root's own unit.
     root: int
-    #: Of those of the root whose gradients come first: of what it uses after its units, which is taken to be
-    #: all but its first parameter, or that one if it is tied.
+    #: Elements of the root whose gradients come first, because it uses them after its units: all except its
+    #: first parameter, or that one if it is tied.
     late: int
-    #: Of the largest other unit.
+    #: Elements of the largest other unit.
     largest: int
-    #: Of all units.
+    #: Elements of all units.
     total: int
     #: Ranks that share a parameter.
     shares: int
-    #: Whether all units stay gathered.
+    #: True if all units remain gathered.
     kept: bool
-    #: Bytes of an element of what is gathered.
+    #: Bytes of a gathered element.
     itemsize: int
     #: Bytes of an element of gradients on their way.
     reduced: int
@@ -47,7 +48,7 @@ class Units:
 
     @classmethod
     def of(cls, model: nn.Module, settings: FSDP2Settings, shares: ParameterBytes, world_size: int) -> Units:
-        """The units that a load would make of ``model``."""
+        """Compute the units that a load would make of ``model``."""
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         sizes = shares.gathers.elements
         left, largest = dict(sizes), 0
@@ -78,21 +79,21 @@ def after_load(inputs: MemoryInputs, units: Units) -> list[MemoryPeak]:
     gradients = shares.trained * shares.dtype.itemsize
     states = inputs.optimizer.states * gradients
     inner = gradients * (units.total - units.root) // max(1, units.total)
-    each = units.itemsize
-    gathered = each * (units.total if units.kept else units.root)
-    flat = each * (units.shares > 1)  # the buffer that a unit is gathered into, and gloo's copy of it
+    itemsize = units.itemsize
+    gathered = itemsize * (units.total if units.kept else units.root)
+    flat = itemsize * (units.shares > 1)  # the buffer that a unit is gathered into, and gloo's copy of it
     copied = flat * (1 + target.copies)
     root, unit = units.root, units.largest
     forward = {"gathered parameters": gathered + (0 if units.kept else flat * root) + copied * unit}
     # The next unit is gathered already, and the buffer of the one before is still being reduced.
     of_unit = {
-        "gathered parameters": gathered + (0 if units.kept else (each + flat) * unit),
-        "incoming gradient": each * (unit + units.late),
+        "gathered parameters": gathered + (0 if units.kept else (itemsize + flat) * unit),
+        "incoming gradient": itemsize * (unit + units.late),
         "buckets": units.reduced * unit,
     }
     of_root = {
-        "gathered parameters": each * root,
-        "incoming gradient": each * root,
+        "gathered parameters": itemsize * root,
+        "incoming gradient": itemsize * root,
         "buckets": units.reduced * unit,
     }
     updated = shares.largest if units.offloaded or not target.accelerator else shares.trained

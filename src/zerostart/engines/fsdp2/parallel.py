@@ -1,7 +1,7 @@
-"""FSDP2 shards where a mesh cuts experts or tensors: DTensors over that mesh, sharded over their owners.
+"""Make FSDP2 shards: DTensors over the owners of each section of a mesh.
 
-Experts are units of their own. Their gradients are sums over the batches of all ranks, since tokens come from
-everywhere, while their owners are fewer: so the sum is divided by the number of batches, and not of owners.
+Experts are separate units. Their gradients are sums over the batches of all ranks, since tokens come from
+everywhere, but they have fewer owners: so the sum is divided by the number of batches, and not of owners.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ from zerostart.upstream.transformers.distributed import require_styles, run_in_s
 
 
 class FSDP2Shards(ShardMaker):
-    """Makes FSDP2 shards over the owners of each section of a mesh; see ``FSDP2Settings.check_mesh``.
+    """Makes FSDP2 shards over the owners of each section of a mesh.
 
-    Parameters that the model keeps in another dtype are units of their own, which the policy does not cast.
+    See ``FSDP2Settings.check_mesh``. Parameters that the model keeps in another dtype are separate units,
+    which the policy does not cast.
     """
 
     def __init__(self, world: World, settings: FSDP2Settings, parallelism: Parallelism) -> None:
@@ -70,9 +71,9 @@ class FSDP2Shards(ShardMaker):
         return whole["shard"] if replicas == 1 else whole["replicate", "shard"], whole[axis]
 
     def shard(self, model: nn.Module, names: Sequence[str]) -> list[Shard]:
-        """Cut the experts, wrap them, the model's blocks and then its root; give local shards storage."""
+        """Cut and wrap the experts, the model's blocks and its root; allocate local shards."""
         settings, whole = self._settings, dict(model.named_parameters())
-        # Of the whole tensors, before anything is cut: all layouts are in their terms.
+        # Shapes before the cuts: all layouts refer to whole tensors.
         shapes = {name: tuple(parameter.shape) for name, parameter in whole.items()}
         shares = MeshShares.planned(settings, self._parallelism, whole)
         if self._parallelism.mesh.tensor_parallel > 1:
@@ -92,7 +93,7 @@ class FSDP2Shards(ShardMaker):
             "shard_placement_fn": lambda parameter: ShardPlacement(dims[id(parameter)]),
         }
         for module in experts:
-            # Experts first: their owners are other ranks, and what is sharded already the blocks leave out.
+            # Experts first: their owners are other ranks, and the blocks skip sharded modules.
             self._wrap_experts(module, units_of(module, ())[-1].options(options))
         shard_units(model, settings.wrap, self._dense, options)
         return give_storage(
@@ -123,11 +124,11 @@ class FSDP2Shards(ShardMaker):
         """Shard one experts module over its owners."""
         policy, alone = options.get("mp_policy"), self._owners.shape[-1] == 1
         if alone and policy is not None and torch.float16 in (policy.reduce_dtype, policy.param_dtype):
-            # What is reduced in half precision FSDP2 divides before and after, and of one owner in between.
+            # With half-precision reduction FSDP2 divides before and after, and for one owner in between.
             options = {**options, "mp_policy": replace(policy, reduce_dtype=torch.float32)}
         fully_shard(module, mesh=self._owners, **options)
         unit: Any = module
-        # By all ranks, as the rest: tokens of all of them have come to these experts.
+        # Divide by all ranks, whose tokens have all come to these experts.
         unit.set_gradient_divide_factor(float(self._parallelism.mesh.world_size))
         # As a sum that is divided afterwards: gloo has no reduction with a factor, and NCCL's gives zeros in
         # bfloat16 (pytorch #190745; read there, not run here). One owner has nothing to reduce, and FSDP2
@@ -138,21 +139,21 @@ class FSDP2Shards(ShardMaker):
 def parallel_shards(
     model: nn.Module, settings: FSDP2Settings, parallelism: Parallelism, rank: int
 ) -> dict[str, Shard]:
-    """The shards of ``model`` as they are now; parameters that a forward left gathered are resharded."""
-    # What a forward left gathered has no shard to look at until then.
+    """Return the current shards of ``model``, and reshard gathered parameters."""
+    # Gathered parameters have no shard until they are resharded.
     put_to_rest(model)
     names = loaded_names(model)
-    # A tied parameter lies as its first name says.
-    found = {
+    # A tied parameter has the layout of its first name.
+    sharded = {
         alias: (names[alias], parameter)
         for alias, parameter in model.named_parameters(remove_duplicate=False)
         if isinstance(parameter, DTensor)
     }
-    given = settings.shard_placement_fn is not None
-    dims = {name: _dimension(parameter) for name, parameter in found.values()}
-    shares = MeshShares.of(settings, parallelism, dims if given else None)
+    has_placements = settings.shard_placement_fn is not None
+    dims = {name: _dimension(parameter) for name, parameter in sharded.values()}
+    shares = MeshShares.of(settings, parallelism, dims if has_placements else None)
     shards = {}
-    for alias, (name, parameter) in found.items():
+    for alias, (name, parameter) in sharded.items():
         at = functools.partial(shares.layout, name, tuple(parameter.shape))
         local = parameter.to_local().detach().view(-1)
         shards[alias] = Shard(name, at(rank), local, at, shares.holders(name, rank))
@@ -174,21 +175,21 @@ _SUMMED = "replicated_with_grad_allreduce"
 
 
 def cut_tensors(model: nn.Module, parallelism: Parallelism, mesh: DeviceMesh) -> None:
-    """Cut the meta parameters of ``model`` over ``mesh`` and make its modules work on what is left.
+    """Cut the meta parameters of ``model`` over ``mesh``, and adapt its modules.
 
-    Raises EngineError for a cut that DTensor has no placement for.
+    Raises EngineError for a cut without a placement in DTensor.
     """
     new: dict[int, nn.Parameter] = {}
     for name, parameter in model.named_parameters():
-        cut = parallelism.tensors.cuts.get(name)
-        if cut is None:
+        spec = parallelism.tensors.cuts.get(name)
+        if spec is None:
             if _beside_a_cut(name, parallelism):
                 # As a DTensor all the same: its layer adds it to one, and the two kinds do not mix.
                 new[id(parameter)] = distributed(parameter, parameter.data, mesh, [Replicate()])
             continue
-        shape = cut.section(tuple(parameter.shape), *parallelism.mesh.tensor(mesh.get_local_rank())).shape
+        shape = spec.section(tuple(parameter.shape), *parallelism.mesh.tensor(mesh.get_local_rank())).shape
         local = torch.empty(shape, dtype=parameter.dtype, device="meta")
-        new[id(parameter)] = distributed(parameter, local, mesh, [_placement(cut, parameter.dim())])
+        new[id(parameter)] = distributed(parameter, local, mesh, [_placement(spec, parameter.dim())])
     replace_everywhere(model, new)
     for name, style in parallelism.tensors.modules.items():
         module = model.get_submodule(name)
@@ -203,12 +204,12 @@ def _beside_a_cut(name: str, parallelism: Parallelism) -> bool:
     return leaf == "bias" and f"{module}.weight" in parallelism.tensors.cuts
 
 
-def _placement(cut: ShardSpec | Ranges, dimensions: int) -> Placement:
+def _placement(spec: ShardSpec | Ranges, dimensions: int) -> Placement:
     """DTensor's name for a cut."""
-    dim = cut.dim % dimensions
-    if isinstance(cut, Ranges):
+    dim = spec.dim % dimensions
+    if isinstance(spec, Ranges):
         raise EngineError("DTensor has no placement for cuts at any places")
-    return ShardPlacement(dim) if cut.parts == 1 else _StridedShard(dim, split_factor=cut.parts)
+    return ShardPlacement(dim) if spec.parts == 1 else _StridedShard(dim, split_factor=spec.parts)
 
 
 def distributed(old: nn.Parameter, local: torch.Tensor, mesh: DeviceMesh, placements: Any) -> nn.Parameter:
@@ -220,28 +221,28 @@ def distributed(old: nn.Parameter, local: torch.Tensor, mesh: DeviceMesh, placem
 
 
 def _sum_gradients(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Sum the gradients of the module's parameters over ``group``, as they arise.
+    """Sum the gradients of a module's parameters over ``group``.
 
-    A hook on the accumulated gradient, as transformers has it, would sum again what was summed before
-    wherever gradients are accumulated without reduction.
+    A hook on the accumulated gradient, as transformers has it, would sum earlier sums again when gradients
+    are accumulated without reduction.
     """
     runner: Any = module
     own_forward, summed = runner.forward, cast(Any, _Summed.apply)
 
     def forward(*args: object, **kwargs: object) -> object:
-        held: dict[str, Any] = module._parameters
-        whole = {name: p for name, p in held.items() if p is not None}
-        held.update({name: summed(p, group) for name, p in whole.items()})
+        parameters: dict[str, Any] = module._parameters
+        whole = {name: p for name, p in parameters.items() if p is not None}
+        parameters.update({name: summed(p, group) for name, p in whole.items()})
         try:
             return own_forward(*args, **kwargs)
         finally:
-            held.update(whole)
+            parameters.update(whole)
 
     runner.forward = forward
 
 
 class _Summed(torch.autograd.Function):
-    """The same tensor on all ranks of a group; its gradient is the sum of theirs."""
+    """Returns a tensor that is equal on all ranks; its gradient is the sum of theirs."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

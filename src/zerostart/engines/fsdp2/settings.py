@@ -1,4 +1,4 @@
-"""The ``engine_config`` of FSDP2, checked: how the ranks are laid out, what is a unit, and so on.
+"""The ``engine_config`` of FSDP2, checked: mesh, units, precision and offload.
 
 Needs no process group, so that a plan can be made without one.
 """
@@ -25,9 +25,9 @@ Placer = Callable[[nn.Parameter], object]
 
 @dataclass(frozen=True)
 class FSDP2Settings:
-    """What ``engine_config`` may hold for FSDP2.
+    """The keys of ``engine_config`` for FSDP2.
 
-    ``reshard_after_forward``, ``shard_placement_fn``, ``mp_policy`` and ``offload_policy`` are those of
+    ``reshard_after_forward``, ``shard_placement_fn``, ``mp_policy`` and ``offload_policy`` are arguments of
     ``fully_shard``, for every unit.
     """
 
@@ -47,19 +47,19 @@ class FSDP2Settings:
     ep_plan: Mapping[str, str] | None = None
     #: Comes before the model's own tensor-parallel plan.
     tp_plan: Mapping[str, str] | None = None
-    #: DeepSpeed's section of that name, of which only ``autotp_size`` is obeyed.
+    #: DeepSpeed's section of that name; FSDP2 only uses ``autotp_size``.
     tensor_parallel: EngineConfig | None = None
 
     @classmethod
     def of(cls, config: EngineConfig | None) -> FSDP2Settings:
-        """Read a configuration; raises ConfigError for an unknown key or a value of the wrong kind."""
+        """Read a configuration. Raises ConfigError for an unknown key or a wrong kind of value."""
         if config is not None and not isinstance(config, Mapping):
             raise ConfigError(f"engine_config is a {type(config).__name__}; FSDP2 takes a dict")
-        known = [field.name for field in fields(cls)]
+        names = [field.name for field in fields(cls)]
         for key in config or {}:
-            if key not in known:
-                near = difflib.get_close_matches(str(key), known, 1, 0.5)
-                meant = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
+            if key not in names:
+                near = difflib.get_close_matches(str(key), names, 1, 0.5)
+                meant = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(names)}"
                 raise ConfigError(f"engine_config for FSDP2 has the unknown key {key!r}; {meant}")
         settings = cls(**(config or {}))
         settings._check()
@@ -108,11 +108,11 @@ class FSDP2Settings:
         Raises ConfigError for settings that contradict the stage; at stage 0, which shards nothing, for any.
         """
         if zero_stage == 0:
-            given = [field.name for field in fields(self) if getattr(self, field.name) != field.default]
-            if given or parallel:
-                what = f"engine_config has {given[0]}" if given else "experts or tensors are to be shared"
+            keys = [field.name for field in fields(self) if getattr(self, field.name) != field.default]
+            if keys or parallel:
+                reason = f"engine_config has {keys[0]}" if keys else "experts or tensors are to be shared"
                 raise ConfigError(
-                    f"zero_stage=0 shards nothing (DistributedDataParallel), but {what}; use another "
+                    f"zero_stage=0 shards nothing (DistributedDataParallel), but {reason}; use another "
                     "stage, or "
                     "leave it out"
                 )
@@ -131,17 +131,17 @@ class FSDP2Settings:
 
     @property
     def offloaded(self) -> bool:
-        """Whether the shards live on the host."""
+        """True if the shards are in host memory."""
         return isinstance(self.offload_policy, CPUOffloadPolicy)
 
     @property
     def pinned(self) -> bool:
-        """Whether that host memory is page-locked."""
+        """True if that host memory is page-locked."""
         return isinstance(self.offload_policy, CPUOffloadPolicy) and self.offload_policy.pin_memory
 
     @property
     def autotp_size(self) -> int:
-        """How many ranks the section ``tensor_parallel`` has share tensors; 1 where it says nothing of it."""
+        """Number of ranks that share tensors by the section ``tensor_parallel``, or 1."""
         return int((self.tensor_parallel or {}).get("autotp_size") or 1)
 
     def check_mesh(self, mesh: Mesh) -> None:
@@ -176,7 +176,10 @@ class FSDP2Settings:
                 )
 
     def shape(self, world_size: int) -> tuple[int, int]:
-        """``(replicas, ranks that share a parameter)``; raises ConfigError if they do not fit the world."""
+        """Return ``(replicas, ranks that share a parameter)``.
+
+        Raises ConfigError if they do not fit the world.
+        """
         if self.mesh is None:
             if world_size % self.replicate:
                 raise ConfigError(
@@ -210,20 +213,23 @@ class FSDP2Settings:
         return range(world_size) if self.mesh is None else self.mesh.mesh.flatten().tolist()
 
     def dimension(self, parameter: nn.Parameter, name: str) -> int:
-        """The dimension that ``parameter`` is to be sharded along; raises EngineError for none of its own."""
-        given = self.shard_placement_fn(parameter) if self.shard_placement_fn is not None else None
-        if given is None:
-            given = Shard(0)
-        if not isinstance(given, Shard):
+        """Return the dimension along which ``parameter`` is sharded.
+
+        Raises EngineError if the placement function returns another kind or a missing dimension.
+        """
+        placement = self.shard_placement_fn(parameter) if self.shard_placement_fn is not None else None
+        if placement is None:
+            placement = Shard(0)
+        if not isinstance(placement, Shard):
             raise EngineError(
-                f"shard_placement_fn returned a {type(given).__name__} for {name}; it must return "
+                f"shard_placement_fn returned a {type(placement).__name__} for {name}; it must return "
                 "Shard(dim) or None"
             )
-        dim: int = given.dim + parameter.dim() if given.dim < 0 else given.dim
+        dim: int = placement.dim + parameter.dim() if placement.dim < 0 else placement.dim
         if not 0 <= dim < parameter.dim():
             raise EngineError(
-                f"shard_placement_fn returned {given} for {name}, which has {parameter.dim()} dimensions; "
-                "use Shard(dim) of one of them, or None"
+                f"shard_placement_fn returned {placement} for {name}, which has {parameter.dim()} "
+                "dimensions; use Shard(dim) of one of them, or None"
             )
         return dim
 
@@ -236,7 +242,7 @@ class FSDP2Settings:
             )
 
     def options(self) -> dict[str, object]:
-        """Keyword arguments of ``fully_shard`` other than the mesh; what is not set keeps its default."""
+        """Return the arguments of ``fully_shard`` that are set, without the mesh."""
         names = ("reshard_after_forward", "shard_placement_fn", "mp_policy", "offload_policy")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
@@ -272,9 +278,16 @@ class MeshShares:
     def planned(
         cls, settings: FSDP2Settings, parallelism: Parallelism, parameters: Mapping[str, nn.Parameter]
     ) -> MeshShares:
-        """Of whole ``parameters``, which are asked for; raises EngineError for what FSDP2 cannot shard."""
-        given = settings.shard_placement_fn is not None
-        dims = {n: settings.dimension(p, n) for n, p in parameters.items() if p.dim()} if given else None
+        """Ask for the dimensions of whole ``parameters``, and check that they divide evenly.
+
+        Raises EngineError if FSDP2 cannot shard a parameter.
+        """
+        has_placements = settings.shard_placement_fn is not None
+        dims = (
+            {n: settings.dimension(p, n) for n, p in parameters.items() if p.dim()}
+            if has_placements
+            else None
+        )
         shares = cls.of(settings, parallelism, dims)
         for name in dims or ():
             for rank in range(max(parallelism.mesh.tensor_parallel, parallelism.mesh.expert_parallel)):
@@ -295,7 +308,7 @@ class MeshShares:
         return min(self.order[self.place(rank) :: self.parallelism.mesh.world_size])
 
     def section(self, name: str, shape: Sequence[int], rank: int) -> tuple[Section, int]:
-        """Return the section of the parameter that ``rank`` shares, and the number of its owners."""
+        """Return the section of a parameter on ``rank``, and the number of its owners."""
         place = self.place(rank)
         return self.parallelism.section(name, shape, place), self.parallelism.owners(name, place)[1]
 
@@ -306,7 +319,7 @@ class MeshShares:
         return _expert_dimension(section.shape, owners) if self.parallelism.is_expert(name) else 0
 
     def layout(self, name: str, shape: Sequence[int], rank: int) -> Layout:
-        """What ``rank`` holds of the parameter ``name``, whose whole shape is ``shape``."""
+        """Return the layout on ``rank`` of the parameter ``name``, which is whole in ``shape``."""
         section, owners = self.section(name, shape, rank)
         place = self.parallelism.owners(name, self.place(rank))[0]
         return section.holds(

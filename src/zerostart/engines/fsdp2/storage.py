@@ -1,7 +1,7 @@
-"""FSDP2 shards: the model is wrapped on meta, and each local shard gets storage of its own.
+"""FSDP2 shards: the model is wrapped on meta, then each local shard gets storage.
 
-``to_empty`` is never called: it would empty non-persistent buffers, untie tied weights, and allocate
-page by page.
+``to_empty`` is never called: it would empty non-persistent buffers, untie tied weights, and allocate page by
+page.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def give_storage(
     at: Callable[[str, int], Layout],
     chunk: Callable[[str], Sequence[int]],
 ) -> list[Shard]:
-    """Put the local tensor of each parameter over storage of its own, and whole ones that are not sharded.
+    """Allocate the local tensor of each parameter, and whole ones that are not sharded.
 
     ``at`` gives the layout of a parameter on any rank, ``chunk`` the shape of a full chunk of it, for which
     FSDP2 keeps room.
@@ -51,7 +51,7 @@ def give_storage(
     placed: list[tuple[str, Layout, int]] = []
     for name in names:
         layout = at(name, rank)
-        # First all sizes, then one allocation, in which each shard has its place.
+        # First all sizes, then one allocation with a place for each shard.
         placed.append((name, layout, arena.reserve(layout.numel, parameters[name].dtype)))
     new: dict[int, nn.Parameter] = {}
     shards = []
@@ -61,19 +61,19 @@ def give_storage(
         new[id(old)] = _over(old, name, storage.view(tuple(chunk(name))))
         shards.append(Shard(name, layout, storage, functools.partial(at, name)))
     replace_everywhere(model, new)
-    # FSDP2 keeps local tensors of its own, which are on meta until it looks at the parameters anew.
+    # FSDP2 keeps separate local tensors, which are on meta until it looks at the parameters again.
     adopt_local_tensors(model)
     for name, layout, _ in (one for one in placed if parameters[one[0]].dim()):
-        # Last: FSDP2 takes the padded tensor, the user sees what this rank really has.
+        # Last: FSDP2 takes the padded tensor, the user sees the real part.
         hide_padding(new[id(parameters[name])], layout.owned)
     return shards
 
 
 def _from_its_start(part: torch.Tensor) -> torch.Tensor:
-    """``part`` of an arena, over a storage that begins with it and keeps the arena.
+    """Return ``part`` of an arena over a storage that begins with it and keeps the arena.
 
-    A DTensor shows the offset of its local tensor as its own. With one other than 0 torch takes it for a
-    tensor that has memory, which ``copy.deepcopy``, ``pickle`` and ``torch.save`` then reach for.
+    A DTensor shows the offset of its local tensor as its own. With an offset other than 0 torch assumes that
+    the DTensor has memory, which ``copy.deepcopy``, ``pickle`` and ``torch.save`` then access.
     """
     start = part.storage_offset() * part.element_size()
     own = part.untyped_storage()[start : start + part.nbytes]
@@ -98,25 +98,25 @@ def sharded(parameter: nn.Parameter, name: str) -> DTensor:
 
 
 def sharded_layout(parameter: DTensor, rank: int) -> Layout:
-    """What rank ``rank`` holds of a parameter that one axis of its mesh shards, and others replicate.
+    """Return the layout on ``rank`` of a parameter that one axis of its mesh shards.
 
-    Raises EngineError for placements that are not known.
+    Other axes replicate it. Raises EngineError for other placements.
     """
     placements, mesh = parameter.placements, parameter.device_mesh
-    cut = [(axis, p) for axis, p in enumerate(placements) if isinstance(p, ShardPlacement)]
-    if len(cut) > 1 or not all(isinstance(p, (Replicate, ShardPlacement)) for p in placements):
+    axes = [(axis, p) for axis, p in enumerate(placements) if isinstance(p, ShardPlacement)]
+    if len(axes) > 1 or not all(isinstance(p, (Replicate, ShardPlacement)) for p in placements):
         raise EngineError(
             f"a parameter has the placements {placements}, which this version does not support; shard "
             "it over one dimension of its mesh, and replicate it over the others"
         )
-    if not cut:
+    if not axes:
         return replicated(tuple(parameter.shape))
-    ((axis, placement),) = cut
+    ((axis, placement),) = axes
     return dimension_shard(tuple(parameter.shape), placement.dim, _places(mesh)[rank][axis], mesh.shape[axis])
 
 
 def holders(parameter: DTensor) -> tuple[int, int]:
-    """This rank's place among those of its mesh that hold the same share, and their number."""
+    """Return this rank's place among the ranks with the same share, and their number."""
     place, count = 0, 1
     mesh = parameter.device_mesh
     for axis, placement in enumerate(parameter.placements):
@@ -128,22 +128,22 @@ def holders(parameter: DTensor) -> tuple[int, int]:
 
 def _places(mesh: DeviceMesh) -> dict[int, tuple[int, ...]]:
     """The coordinates of each rank in a mesh; found out once for all parameters."""
-    found = _known.get(mesh)
-    if found is None:
+    places_of_ranks = _known.get(mesh)
+    if places_of_ranks is None:
         places = itertools.product(*map(range, mesh.mesh.shape))
-        found = dict(zip(mesh.mesh.flatten().tolist(), places, strict=True))
-        _known[mesh] = found
-    return found
+        places_of_ranks = dict(zip(mesh.mesh.flatten().tolist(), places, strict=True))
+        _known[mesh] = places_of_ranks
+    return places_of_ranks
 
 
 _known: weakref.WeakKeyDictionary[DeviceMesh, dict[int, tuple[int, ...]]] = weakref.WeakKeyDictionary()
 
 
 def put_to_rest(model: nn.Module) -> None:
-    """Have the units of ``model`` hold their shards again.
+    """Put the shards of the units of ``model`` back as its parameters.
 
-    A root, or every unit below stage 3, keeps what its forward has gathered: other objects, in the compute
-    dtype, than the parameters that are trained.
+    A root, or every unit below stage 3, keeps the parameters that its forward has gathered: other objects, in
+    the compute dtype, than the trained parameters.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -151,7 +151,7 @@ def put_to_rest(model: nn.Module) -> None:
 
 
 def current_shards(model: nn.Module) -> dict[str, Shard]:
-    """The FSDP2 shards of ``model`` as they are now, resharded where a forward left them gathered."""
+    """Return the current FSDP2 shards of ``model``, and reshard gathered parameters."""
     put_to_rest(model)
     shards = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -1,8 +1,8 @@
-"""Which modules become FSDP2 units, also where parameters of several dtypes are in the way.
+"""Choose the modules that become FSDP2 units, also if dtypes differ inside a block.
 
-FSDP2 wants the trainable parameters of a unit in one dtype, and its policy casts all of a unit alike. So a
+FSDP2 wants the trainable parameters of a unit in one dtype, and its policy casts all of a unit alike. A
 module whose parameters differ in dtype from those around it (a router that is kept in fp32 in a bf16 model)
-becomes a unit of its own.
+therefore becomes a separate unit.
 """
 
 from __future__ import annotations
@@ -36,29 +36,29 @@ class Unit:
     """A module to be sharded as a unit."""
 
     module: nn.Module
-    #: Of its own parameters; None: none of them trains.
+    #: Kind of the module's parameters; None if none of them trains.
     kind: Kind | None
 
-    def options(self, given: EngineConfig) -> EngineConfig:
-        """``given``, arguments of ``fully_shard``, for this unit: its policy casts what it may, and no other.
+    def options(self, arguments: EngineConfig) -> EngineConfig:
+        """Return arguments of ``fully_shard`` whose policy only casts units that allow it.
 
-        What the model keeps in fp32 is neither cast nor fed casts.
+        Units that the model keeps in fp32 are neither cast nor fed casts.
         """
-        policy = given.get("mp_policy")
+        policy = arguments.get("mp_policy")
         cast_to = policy.param_dtype if policy is not None else None
         if policy is None or cast_to is None or self.kind is None or self.kind[1] == cast_to:
-            return given
-        kept = replace(policy, param_dtype=None, output_dtype=None, cast_forward_inputs=False)
-        return {**given, "mp_policy": kept}
+            return arguments
+        uncast = replace(policy, param_dtype=None, output_dtype=None, cast_forward_inputs=False)
+        return {**arguments, "mp_policy": uncast}
 
 
 def let_cast(parameter: nn.Parameter, dtype: torch.dtype) -> None:
-    """Note that a policy may cast ``parameter`` to ``dtype``; one without the note computes as it is held."""
+    """Allow a policy to cast ``parameter`` to ``dtype``; others keep their dtype."""
     setattr(parameter, _ATTRIBUTE, dtype)
 
 
 def scalars_of(model: nn.Module) -> set[nn.Parameter]:
-    """The parameters without dimensions, which ``fully_shard`` takes for none of its own if it is told so.
+    """Return the parameters without dimensions, which ``fully_shard`` must ignore.
 
     They are whole on every rank, and not trained: nothing would reduce their gradients.
     """
@@ -81,21 +81,21 @@ def _kind(parameter: nn.Parameter) -> Kind:
 
 
 def units_of(model: nn.Module, blocks: Sequence[nn.Module]) -> list[Unit]:
-    """The ``blocks`` (innermost first), the model itself, and the modules that must be units beside them.
+    """List the units to wrap in order: blocks, modules with other dtypes, and the model.
 
-    What is sharded already is left out. In the order in which they are to be wrapped. Raises EngineError,
-    naming the parameters, where one module holds parameters of several dtypes itself.
+    ``blocks`` are innermost first; sharded modules are left out. Raises EngineError, naming the parameters,
+    if one module directly holds parameters of several dtypes.
     """
     names = {id(module): name for name, module in model.named_modules()}
-    done = {id(module) for module in model.modules() if isinstance(module, FSDPModule)}
+    finished = {id(module) for module in model.modules() if isinstance(module, FSDPModule)}
     units: list[Unit] = []
-    # Innermost first, the model last: ``fully_shard`` takes what is in no unit yet.
+    # Innermost first, the model last: ``fully_shard`` takes the parameters that are in no unit yet.
     for block in dict.fromkeys((*blocks, model)):
-        if id(block) in done:
+        if id(block) in finished:
             continue
-        inner, kind = _split(block, done, names)
+        inner, kind = _split(block, finished, names)
         units += [*inner, Unit(block, kind)]
-        done.add(id(block))
+        finished.add(id(block))
     return units
 
 
@@ -117,7 +117,7 @@ def shard_units(
 
 
 class _Gathering:
-    """Gathers the parameters of a module that is called outside the forward of the model around it.
+    """Gathers the parameters of a module called outside the forward of its model.
 
     FSDP2 gathers the parameters outside all blocks, such as an embedding, only in the model's forward, and
     reduces their gradients there. PEFT's prompt tuning and other wrappers call such modules directly.
@@ -140,37 +140,37 @@ class _Gathering:
         model.unshard()  # type: ignore[operator]
 
 
-def _split(module: nn.Module, done: set[int], names: dict[int, str]) -> tuple[list[Unit], Kind | None]:
-    """Units to be made inside ``module``, and the one kind of what is left in it (None: nothing)."""
+def _split(module: nn.Module, finished: set[int], names: dict[int, str]) -> tuple[list[Unit], Kind | None]:
+    """Return units to make inside ``module``, and the one kind of the remaining parameters."""
     own: dict[Kind, str] = {}
     for name, parameter in module.named_parameters(recurse=False):
         if parameter.requires_grad and parameter.dim():
             own.setdefault(_kind(parameter), f"{names[id(module)]}.{name}".lstrip("."))
     if len(own) > 1:
-        found = ", ".join(f"{name} is {_spelled(kind)}" for kind, name in own.items())
+        dtypes = ", ".join(f"{name} is {_spelled(kind)}" for kind, name in own.items())
         raise EngineError(
             f"FSDP2 shards a module's own parameters in one dtype, but {type(module).__name__} mixes "
-            f"them: {found}. Freeze the smaller ones, or use engine='deepspeed'"
+            f"them: {dtypes}. Freeze the smaller ones, or use engine='deepspeed'"
         )
     units: list[Unit] = []
-    left: list[tuple[nn.Module, Kind]] = []
+    remaining: list[tuple[nn.Module, Kind]] = []
     for child in module.children():
-        if id(child) not in done:
-            inner, kind = _split(child, done, names)
+        if id(child) not in finished:
+            inner, kind = _split(child, finished, names)
             units += inner
             if kind is not None:
-                left.append((child, kind))
-    kinds = {kind for _, kind in left} | set(own)
+                remaining.append((child, kind))
+    kinds = {kind for _, kind in remaining} | set(own)
     if len(kinds) < 2:
         return units, next(iter(kinds), None)
     # A parameter of the module itself can be in no other unit; else as few elements as can be move out.
-    keep = next(iter(own)) if own else max(kinds, key=lambda kind: _elements(left, kind))
-    for child, kind in left:
+    keep = next(iter(own)) if own else max(kinds, key=lambda kind: _elements(remaining, kind))
+    for child, kind in remaining:
         if kind != keep:
-            parts = _callable_parts(child, done)
+            parts = _callable_parts(child, finished)
             units += [Unit(part, kind) for part in parts]
             # So that the parent, and its parent, leave them out.
-            done.update(id(part) for part in parts)
+            finished.update(id(part) for part in parts)
     return units, keep
 
 
@@ -183,10 +183,10 @@ def _elements(modules: Sequence[tuple[nn.Module, Kind]], kind: Kind) -> int:
     return sum(p.numel() for module, its in modules if its == kind for p in module.parameters())
 
 
-def _callable_parts(module: nn.Module, done: set[int]) -> list[nn.Module]:
+def _callable_parts(module: nn.Module, finished: set[int]) -> list[nn.Module]:
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-        parts = [c for c in module.children() if id(c) not in done]
-        return [p for child in parts for p in _callable_parts(child, done)]
+        parts = [c for c in module.children() if id(c) not in finished]
+        return [p for child in parts for p in _callable_parts(child, finished)]
     return [module] if any(True for _ in module.parameters()) else []
 
 
@@ -203,21 +203,21 @@ def blocks_of(model: nn.Module, wrap: Sequence[str | type[nn.Module]] | None) ->
     parameters is a unit as well: the root's forward, which would gather them, never runs.
     """
     if wrap:
-        found = list(matching_modules(model, wrap, "engine_config['wrap'] has").values())
+        candidates = list(matching_modules(model, wrap, "engine_config['wrap'] has").values())
     elif kinds := set(getattr(model, "_no_split_modules", None) or ()):
-        found = [m for m in model.modules() if type(m).__name__ in kinds]
+        candidates = [m for m in model.modules() if type(m).__name__ in kinds]
     else:
-        found = [child for part in _outermost_lists(model) for child in part]
+        candidates = [child for part in _outermost_lists(model) for child in part]
     if library_of(model).by_parts(model):
-        found = _with_the_rest(model, found)
+        candidates = _with_the_rest(model, candidates)
     holders = _holders(model)
-    blocks = [m for m in found if m is not model and any(True for _ in m.parameters())]
+    blocks = [m for m in candidates if m is not model and any(True for _ in m.parameters())]
     # FSDP2 wants all holders of a tied parameter in one unit; here that is the root.
     # Modules come outer before inner; to be wrapped they must come the other way round.
-    return [m for m in reversed(blocks) if _alone(m, holders)]
+    return [m for m in reversed(blocks) if _holds_all_uses(m, holders)]
 
 
-def _alone(module: nn.Module, holders: Mapping[int, set[nn.Module]]) -> bool:
+def _holds_all_uses(module: nn.Module, holders: Mapping[int, set[nn.Module]]) -> bool:
     inside = set(module.modules())
     return all(holders[id(parameter)] <= inside for parameter in module.parameters())
 
@@ -226,8 +226,8 @@ def _with_the_rest(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Mod
     """The ``blocks``, and the modules outside of them that hold parameters; outer ones first."""
     inside = {id(module) for block in blocks for module in block.modules()}
     own = [m for m in model.modules() if id(m) not in inside and any(True for _ in m.parameters(False))]
-    wanted = {id(module) for module in (*blocks, *own)}
-    return [module for module in model.modules() if id(module) in wanted]
+    included = {id(module) for module in (*blocks, *own)}
+    return [module for module in model.modules() if id(module) in included]
 
 
 def _holders(model: nn.Module) -> dict[int, set[nn.Module]]:
@@ -254,17 +254,17 @@ _AVERAGED = "_zerostart_averaged"
 
 
 def shard_added(model: nn.Module, options: EngineConfig, fp32: bool) -> list[str]:
-    """Shard the parameters of ``model`` that are no DTensors yet, each module that has some as a unit.
+    """Shard the added parameters of ``model``, each module with some as a unit.
 
-    ``options`` are keyword arguments of ``fully_shard``. With ``fp32`` trainable ones are put in fp32 before,
-    as the masters of mixed precision. Returns the names of the modules. Raises EngineError, naming the
-    parameter, where a module that is never called holds it, or it has no dimensions and is to be trained.
+    ``options`` are keyword arguments of ``fully_shard``. With ``fp32`` trainable parameters first become
+    fp32, as the masters of mixed precision. Returns the names of the modules. Raises EngineError, naming the
+    parameter, if its module is never called, or if it has no dimensions and is to be trained.
     """
     check_frozen(model)
     check_kept(model)
     added: list[tuple[str, nn.Module]] = []
     for name, module in model.named_modules():
-        # Parameters without dimensions stay whole beside a unit; they are refused elsewhere if they train.
+        # Parameters without dimensions remain whole; they are refused elsewhere if they train.
         own = [(leaf, p) for leaf, p in module._parameters.items() if p is not None and p.dim()]
         plain = [leaf for leaf, p in own if not isinstance(p, DTensor)]
         if not plain:
@@ -288,24 +288,24 @@ def shard_added(model: nn.Module, options: EngineConfig, fp32: bool) -> list[str
     for modules in tied.values():
         ignored = set().union(*map(scalars_of, modules))
         # Small, and needed again in the backward: gathered once a step.
-        kept = {"reshard_after_forward": False, "ignored_params": ignored}
-        fully_shard(modules, mesh=mesh, **{**options, **kept})
+        unit_options = {"reshard_after_forward": False, "ignored_params": ignored}
+        fully_shard(modules, mesh=mesh, **{**options, **unit_options})
     return [name for name, _ in added]
 
 
 def shard_around(model: nn.Module, options: EngineConfig, fp32: bool) -> None:
-    """Shard what is around the sharded parts of ``model``, which is their root from now on; see above."""
+    """Make ``model`` the root unit of its sharded parts; see ``shard_added``."""
     if not isinstance(model, FSDPModule):
         hold_masters((p for p in model.parameters() if not isinstance(p, DTensor)), fp32)
         fully_shard(model, mesh=_mesh_of(model), ignored_params=scalars_of(model), **options)
 
 
 def share_added(model: nn.Module, added: Sequence[nn.Parameter], shared: str = "") -> None:
-    """Have ``added`` parameters with rank 0's values everywhere, and the mean of all ranks' gradients.
+    """Give ``added`` parameters rank 0's values, and average their gradients over all ranks.
 
-    So they are whole, and right in a loop that does no more than FSDP2 asks for, until they are sharded.
-    ``shared`` names the axes over which the model is cut before; then they cannot be trained unless they are
-    sharded, as the mean is not of all ranks: a forward that would raises EngineError.
+    They are whole until they are sharded, and right in a loop that does no more than FSDP2 asks for.
+    ``shared`` names the axes over which the model is cut. With such axes the mean is not over all ranks, so
+    the parameters cannot be trained unless they are sharded: a training forward raises EngineError.
     """
     values = added
     if not shared:
@@ -319,7 +319,7 @@ def share_added(model: nn.Module, added: Sequence[nn.Parameter], shared: str = "
             # Past the setter: names and hooks of the module stay.
             module._parameters.update(own)
             paths = ["", *itertools.accumulate(name.split("."), "{}.{}".format)]
-            # From the module outwards, up to the first unit, which would gather and reduce what lies in it.
+            # From the module outwards, up to the first unit, which would gather and reduce these parameters.
             around = itertools.takewhile(_is_no_unit, map(modules.__getitem__, reversed(paths)))
             sharing = _Sharing(around, f"{name} of a {type(model).__name__} {shared}" if shared else "")
             module.register_forward_pre_hook(sharing)
@@ -336,15 +336,15 @@ def _whole(parameter: DTensor) -> nn.Parameter:
 
 
 class _Sharing:
-    """Has the parameters of a module averaged, until it or a module ``around`` it is a unit of FSDP2's.
+    """Averages the gradients of a module's parameters until a unit of FSDP2 does.
 
-    They are looked at in each call: a library may put others in their place (``assign=True``), or train them
-    later.
+    The unit is the module or one of the modules ``around`` it. The parameters are read in each call: a
+    library may replace them (``assign=True``), or train them later.
     """
 
-    def __init__(self, around: Iterable[nn.Module], alone: str) -> None:
+    def __init__(self, around: Iterable[nn.Module], module: str) -> None:
         self._around = [weakref.ref(one) for one in around]
-        self._alone = alone
+        self._module = module
 
     def __call__(self, module: nn.Module, args: object) -> None:
         if any(isinstance(one(), FSDPModule) for one in self._around):
@@ -352,13 +352,12 @@ class _Sharing:
         for parameter in module._parameters.values():
             if parameter is None or isinstance(parameter, DTensor) or hasattr(parameter, _AVERAGED):
                 continue
-            if parameter.requires_grad and self._alone:
+            if parameter.requires_grad and self._module:
                 if torch.is_grad_enabled():
                     raise EngineError(
-                        f"{self._alone} was added after the load, and nothing averages its gradients "
-                        "over the "
-                        "ranks; use tensor_parallel=1, and expert_parallel=1 unless accelerate prepares the "
-                        "model, which shards it"
+                        f"{self._module} was added after the load, and nothing averages its gradients over "
+                        "the ranks; use tensor_parallel=1, and expert_parallel=1 unless accelerate prepares "
+                        "the model, which shards it"
                     )
             elif parameter.requires_grad:
                 setattr(parameter, _AVERAGED, True)
@@ -372,7 +371,7 @@ def _average(parameter: torch.Tensor) -> None:
 
 
 def hold_masters(parameters: Iterable[nn.Parameter], fp32: bool) -> None:
-    """With ``fp32`` put those of ``parameters`` that are trained in fp32."""
+    """Convert trained ``parameters`` to fp32 if ``fp32``."""
     for parameter in parameters:
         if fp32 and parameter.requires_grad and parameter.dtype != torch.float32:
             parameter.data = parameter.data.to(torch.float32)
