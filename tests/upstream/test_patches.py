@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import optimizer as torchs
 
 import zerostart
 from tests.ranks import run_ranks
@@ -197,17 +196,11 @@ def stepped(model: nn.Module) -> torch.optim.Optimizer:
     return optimizer
 
 
-def hooks() -> list[Any]:
-    return list(torchs._global_optimizer_post_hooks.values())
-
-
 def marks(model: nn.Module) -> set[str]:
     return {name for p in model.parameters() for name in vars(p.grad if p.grad is not None else p)}
 
 
 def test_steps_of_others_are_not_looked_at() -> None:
-    gc.collect()
-    before = hooks()
     loaded, other = (
         zerostart.load(None, model=nn.Linear(2, 2), engine="fsdp2", progress=False),
         nn.Linear(2, 2),
@@ -220,7 +213,3 @@ def test_steps_of_others_are_not_looked_at() -> None:
     later = nn.Linear(2, 2)
     stepped(later)
     assert not marks(later)
-    assert len(hooks()) == len(before) + 1
-    del loaded
-    gc.collect()
-    assert hooks() == before

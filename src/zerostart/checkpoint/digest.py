@@ -18,9 +18,9 @@ import torch
 from zerostart.checkpoint.catalog import DTYPE_BITS
 from zerostart.errors import CheckpointError
 from zerostart.upstream.torch.byte_sums import (
-    ALL,
     BLOCK,
     LANES,
+    MASK,
     ROW,
     lanes_of,
     lanes_of_rows,
@@ -109,7 +109,7 @@ class Digests:
         found = {}
         for name, row in zip(self._entries, total.view(-1, 2 * LANES + 1).tolist(), strict=True):
             # The halves were summed without overflow; put together again they wrap as the lanes do.
-            lanes = ((row[2 * lane] + (row[2 * lane + 1] << 32)) & ALL for lane in range(LANES))
+            lanes = ((row[2 * lane] + (row[2 * lane + 1] << 32)) & MASK for lane in range(LANES))
             found[name] = (*lanes, row[-1])
         return found
 
@@ -124,7 +124,7 @@ class Digests:
         with self._lock:
             sums = self._sums.setdefault(name, [0] * LANES)
             for lane, value in enumerate(lanes):
-                sums[lane] = (sums[lane] + value) & ALL
+                sums[lane] = (sums[lane] + value) & MASK
 
     def _row(self, name: str) -> list[int]:
         """The lanes in halves, whose sum over ranks fits, and the elements."""

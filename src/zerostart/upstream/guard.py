@@ -144,10 +144,9 @@ def misfit(uses: Iterable[Use]) -> str:
     if not errors:
         _warn_of_newer_releases()
         return ""
-    versions = " and ".join(f"{library.name} {library.range}" for library in libraries)
     requirements = " ".join(f"'{library.name}{library.specifier}'" for library in libraries)
     running = " and ".join(f"{library.name} {library.running()}" for library in libraries)
-    return f"{'; '.join(errors)}. This is {running}; zerostart knows {versions}: pip install {requirements}"
+    return f"{'; '.join(errors)}. This is {running}; install a known version: pip install {requirements}"
 
 
 def demand(uses: Iterable[Use], remedy: str = "") -> None:
@@ -174,7 +173,9 @@ def _warn_of_newer_releases() -> None:
         logger.warning(
             "newer than the versions that zerostart was tested with: %s. The parts checked so far are "
             "compatible; run `zerostart env --check` to check all parts",
-            ", ".join(f"{library.name} {library.running()} (known: {library.range})" for library in newer),
+            ", ".join(
+                f"{library.name} {library.running()} (known: {library.specifier})" for library in newer
+            ),
         )
 
 

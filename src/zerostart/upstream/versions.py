@@ -21,14 +21,8 @@ class Library:
     extra: str | None = None
 
     @property
-    def range(self) -> str:
-        """The known versions in words."""
-        first, before = (".".join(map(str, version)) for version in (self.first, self.before))
-        return f"from {first} to before {before}"
-
-    @property
     def specifier(self) -> str:
-        """The known versions as a requirement."""
+        """Known versions as a requirement."""
         first, before = (".".join(map(str, version)) for version in (self.first, self.before))
         return f">={first},<{before}"
 

@@ -25,7 +25,7 @@ from zerostart.loading.run import run
 from zerostart.models import Built, build_fresh, library_of
 from zerostart.upstream.seam import Findings
 from zerostart.upstream.transformers.distributed import AxesAsked, axes_asked
-from zerostart.upstream.transformers.models import override_plans, show_experts
+from zerostart.upstream.transformers.models import mark_expert_parallel, override_plans
 from zerostart.upstream.transformers.quantizers import dequantise, dequantizer
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class _TransformersCall(InterceptedLoad):
         # The configuration keeps the requested dtype, even if the engine trains in another.
         model.config.dtype = dtype
         if get_record(model).engine.mesh.expert_parallel > 1:
-            show_experts(model)
+            mark_expert_parallel(model)
         self._on_loaded(model, self.setup)
 
 

@@ -1,4 +1,4 @@
-"""Private parts of accelerate: its FSDP2 plugin, and how it prepares a model that is sharded already."""
+"""Active FSDP2 and parallelism settings of accelerate."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zerostart.upstream.types import FSDPPlugin, Parallelism
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
-#: What ``fully_shard`` puts before the name of a module's class.
+#: Prefix that ``fully_shard`` adds to the name of a module's class.
 SHARDED = "FSDP"
 _PLUGIN = "accelerate.utils.dataclasses:FullyShardedDataParallelPlugin"
 _ACCELERATOR_STATE = "accelerate.state:AcceleratorState"
@@ -40,7 +40,7 @@ TOUCHED = (
 
 @functools.cache
 def require() -> None:
-    """Raise UnsupportedVersionError unless everything that this file uses is there."""
+    """Raise UnsupportedVersionError unless accelerate is as expected."""
     demand(TOUCHED)
 
 
@@ -60,51 +60,51 @@ def join_ranks(host_backend: str | None) -> None:
 
 @dataclass(frozen=True)
 class FSDP2Plugin:
-    """An active FSDP2 configuration: accelerate's plugin, and its mixed precision (``"no"`` for none)."""
+    """Active FSDP2 plugin, and its mixed precision (``"no"`` for none)."""
 
     plugin: FSDPPlugin
     mixed_precision: str
 
     @property
     def policy(self) -> object:
-        """The ``MixedPrecisionPolicy`` that accelerate would shard with, None for none."""
+        """``MixedPrecisionPolicy`` of accelerate, or None."""
         return self.plugin.mixed_precision_policy
 
     @property
     def units(self) -> str:
-        """How the model is cut into units: ``"classes"``, ``"size"`` or ``"none"``."""
+        """Rule for units: ``"classes"``, ``"size"`` or ``"none"``."""
         from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
         policy = self.plugin.auto_wrap_policy
         policy = getattr(policy, "func", policy)
-        known = {transformer_auto_wrap_policy: "classes", size_based_auto_wrap_policy: "size", None: "none"}
-        return known.get(policy, "size")
+        names = {transformer_auto_wrap_policy: "classes", size_based_auto_wrap_policy: "size", None: "none"}
+        return names.get(policy, "size")
 
     @property
     def wrapped(self) -> list[str]:
-        """Names of the classes that are units; [] for those that the model declares."""
+        """Names of the unit classes; [] for those that the model declares."""
         return [name.removeprefix(SHARDED) for name in self.plugin.transformer_cls_names_to_wrap or ()]
 
 
-#: The ``TrainingArguments`` that last asked for "fsdp" and for "parallelism", while they live.
+#: Latest living ``TrainingArguments`` with "fsdp" and with "parallelism".
 _remembered: weakref.WeakValueDictionary[str, TrainingArguments] = weakref.WeakValueDictionary()
 
 
 def remember(feature: str, arguments: TrainingArguments) -> None:
-    """Note ``TrainingArguments`` that ask for "fsdp" or "parallelism", for as long as they live."""
+    """Remember living ``TrainingArguments`` with "fsdp" or "parallelism"."""
     _remembered[feature] = arguments
 
 
 def fsdp2_plugin() -> FSDP2Plugin | None:
-    """Return the active FSDP2 configuration: of an ``Accelerator``, ``TrainingArguments`` or the launcher."""
+    """Return the active FSDP2 configuration, or None."""
     from accelerate.state import AcceleratorState
     from accelerate.utils import FullyShardedDataParallelPlugin
 
-    # In the order in which they win: an Accelerator, TrainingArguments, the launcher.
+    # An Accelerator overrides TrainingArguments, and these override the launcher.
     state = AcceleratorState._shared_state
     if state.get("fsdp_plugin") is not None:
-        found = FSDP2Plugin(state["fsdp_plugin"], state.get("_mixed_precision") or "no")
-        return found if found.plugin.fsdp_version == 2 else None
+        active = FSDP2Plugin(state["fsdp_plugin"], state.get("_mixed_precision") or "no")
+        return active if active.plugin.fsdp_version == 2 else None
     arguments = _remembered.get("fsdp")
     plugin: FSDPPlugin | None = None
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
@@ -121,30 +121,30 @@ def fsdp2_plugin() -> FSDP2Plugin | None:
 
 
 def parallelism() -> Parallelism | None:
-    """Return the active ``ParallelismConfig``: an ``Accelerator``'s, the arguments' or the launcher's."""
+    """Return the active ``ParallelismConfig``, or None."""
     from accelerate import ParallelismConfig
     from accelerate.state import AcceleratorState
 
-    found: Parallelism | None = AcceleratorState._shared_state.get("parallelism_config")
+    config: Parallelism | None = AcceleratorState._shared_state.get("parallelism_config")
     arguments = _remembered.get("parallelism")
-    if found is None and arguments is not None:
-        found = arguments.parallelism_config
-    if found is None and is_set("ACCELERATE_USE_PARALLELISM_CONFIG"):
-        found = ParallelismConfig()
-    return found
+    if config is None and arguments is not None:
+        config = arguments.parallelism_config
+    if config is None and is_set("ACCELERATE_USE_PARALLELISM_CONFIG"):
+        config = ParallelismConfig()
+    return config
 
 
 def is_set(name: str) -> bool:
-    """Whether a launcher's flag is set in the environment."""
+    """Return True if a launcher has set the environment flag ``name``."""
     return os.environ.get(name, "false").lower() == "true"
 
 
 def launched_fsdp_version() -> str:
-    """The version of FSDP that the launcher asks for; accelerate takes the first where it names none."""
+    """Return the launcher's FSDP version; accelerate's default is 1."""
     return os.environ.get("FSDP_VERSION", "1")
 
 
-#: Beginnings of the names of all that is read again where an ``Accelerator`` or a plugin is made.
+#: Prefixes of environment variables that an ``Accelerator`` or a plugin reads.
 _READ_AGAIN = (
     "ACCELERATE_CONFIG_DS_FIELDS",
     "ACCELERATE_DEEPSPEED_",
@@ -157,17 +157,17 @@ _READ_AGAIN = (
 
 
 def launched_precision() -> str:
-    """The launcher's mixed precision; ``"no"`` where it says nothing of it, too."""
+    """Return the launcher's mixed precision; ``"no"`` by default."""
     return os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
 
 
 @contextlib.contextmanager
 def hidden() -> Iterator[None]:
-    """Inside, accelerate finds nothing of an engine in the environment, as after a plain launch."""
-    taken = {name: value for name, value in os.environ.items() if name.startswith(_READ_AGAIN)}
-    for name in taken:
+    """Hide the launcher's engine settings from accelerate inside."""
+    variables = {name: value for name, value in os.environ.items() if name.startswith(_READ_AGAIN)}
+    for name in variables:
         del os.environ[name]
     try:
         yield
     finally:
-        os.environ.update(taken)
+        os.environ.update(variables)

@@ -1,4 +1,4 @@
-"""Private parts of accelerate: how it prepares a sharded model, and a gloo backend for rehearsals on CPUs."""
+"""Let accelerate prepare sharded models, also on hosts without an accelerator."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class AcceleratorPatches(RefCountedPatches):
             _ARGUMENTS: (_remember_arguments,),
         }
         for use, functions in replacements.items():
-            # These only make something possible; the others keep a model whole.
+            # Without the others, accelerate would damage a sharded model.
             if use in (_BACKEND, _STATE, _ARGUMENTS) and (wrong := misfit((use,))):
                 logger.warning("%s. It stays as it is", wrong)
                 continue
@@ -110,11 +110,11 @@ class AcceleratorPatches(RefCountedPatches):
         ]
         result = original(accelerator, *args)
         models = [item for item in result if isinstance(item, nn.Module)]
-        kept = {id(parameter) for model in models for parameter in model.parameters()}
+        ids = {id(parameter) for model in models for parameter in model.parameters()}
         for item, groups in zip(result, before, strict=True):
             for group, sharded in zip(item.param_groups if groups else (), groups, strict=True):
                 pairs = zip(sharded, group["params"], strict=True)
-                group["params"] = [new if old is None or id(old) not in kept else old for old, new in pairs]
+                group["params"] = [new if old is None or id(old) not in ids else old for old, new in pairs]
         return result
 
     def _prepare_tp(self, original: Function, accelerator: Accelerator, *args: Any) -> Any:
@@ -133,14 +133,14 @@ class AcceleratorPatches(RefCountedPatches):
 
 
 def _name_sharded_classes(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> None:
-    """Name the classes ``FSDPLayer`` that ``fully_shard`` has made of classes ``Layer`` in ``plugin``."""
+    # ``fully_shard`` makes classes ``FSDPLayer`` of classes ``Layer``.
     names = plugin.transformer_cls_names_to_wrap
-    there = {type(module).__name__ for module in model.modules()}
-    wanted = names if names is not None else list(getattr(model, "_no_split_modules", None) or ())
-    plain = [name.removeprefix(SHARDED) for name in wanted]
-    classes = [SHARDED + name if SHARDED + name in there else name for name in plain]
-    # A part of a composite model names classes of the other parts, too; what a user names has to be there.
-    plugin.transformer_cls_names_to_wrap = [name for name in classes if names is not None or name in there]
+    present = {type(module).__name__ for module in model.modules()}
+    declared = getattr(model, "_no_split_modules", None) or ()
+    plain = [name.removeprefix(SHARDED) for name in (declared if names is None else names)]
+    classes = [SHARDED + name if SHARDED + name in present else name for name in plain]
+    # A part of a composite model declares classes of the other parts, too.
+    plugin.transformer_cls_names_to_wrap = [c for c in classes if names is not None or c in present]
 
 
 def _prepare_backend(

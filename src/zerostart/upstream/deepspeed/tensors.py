@@ -29,32 +29,28 @@ if TYPE_CHECKING:
 
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 _LAYERS = "deepspeed.module_inject.layers"
-_PARTITIONING = Use(
-    _ENGINE,
-    "_apply_autotp_partitioning(model, tp_config), "
-    "deepspeed.module_inject.layers:TensorParallel_Layer.move(tensor)",
-    "run on a model on meta, it makes the layers that it would make of a whole one",
-)
-_PLAYED = Use(
-    "deepspeed.comm",
-    "get_rank, get_world_size",
-    "a process that is alone plays the first of the ranks that would share tensors",
-)
-_GROUPS = Use(
-    "deepspeed.utils.groups",
-    "get_tensor_model_parallel_group, get_tensor_model_parallel_world_size",
-    "the group of ranks that share tensors is a stand-in there",
-)
-_DEVICE = Use(
-    "deepspeed.accelerator.abstract_accelerator:DeepSpeedAccelerator",
-    "current_device_name",
-    "what is sliced stays on meta",
-)
 TOUCHED = (
-    _PARTITIONING,
-    _PLAYED,
-    _GROUPS,
-    _DEVICE,
+    Use(
+        _ENGINE,
+        "_apply_autotp_partitioning(model, tp_config), "
+        "deepspeed.module_inject.layers:TensorParallel_Layer.move(tensor)",
+        "run on a model on meta, it makes the layers that it would make of a whole one",
+    ),
+    Use(
+        "deepspeed.comm",
+        "get_rank, get_world_size",
+        "a process that is alone plays the first of the ranks that would share tensors",
+    ),
+    Use(
+        "deepspeed.utils.groups",
+        "get_tensor_model_parallel_group, get_tensor_model_parallel_world_size",
+        "the group of ranks that share tensors is a stand-in there",
+    ),
+    Use(
+        "deepspeed.accelerator.abstract_accelerator:DeepSpeedAccelerator",
+        "current_device_name",
+        "what is sliced stays on meta",
+    ),
     Use(
         "deepspeed.runtime.tensor_parallel.config",
         "TPTrainingConfig",

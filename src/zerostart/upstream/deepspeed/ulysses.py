@@ -25,14 +25,15 @@ if TYPE_CHECKING:
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 
 _ULYSSES = "deepspeed.runtime.sequence_parallel.ulysses_sp:UlyssesSPAttentionHF"
-_REGISTERING = Use(
-    _ULYSSES,
-    "register_with_transformers(model_name_or_path), __init__(attn), forward(module, query, key, "
-    "value, attention_mask), .attn, .attn_head_count, .attn_head_size, .global_kv_head_count, "
-    ".disable_in_eval",
-    "Ulysses serves the loaded model alone",
+TOUCHED = (
+    Use(
+        _ULYSSES,
+        "register_with_transformers(model_name_or_path), __init__(attn), forward(module, query, key, "
+        "value, attention_mask), .attn, .attn_head_count, .attn_head_size, .global_kv_head_count, "
+        ".disable_in_eval",
+        "Ulysses serves the loaded model alone",
+    ),
 )
-TOUCHED = (_REGISTERING,)
 
 
 @dataclass(eq=False)

@@ -83,12 +83,13 @@ def expert_of(parameter: Any) -> str | None:
 
 
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
-_CONFIGURE = Use(
-    _ENGINE,
-    "_configure_optimizer(client_optimizer, model_parameters), _configure_zero_optimizer, .has_moe_layers",
-    "its groups are of experts or of others",
+TOUCHED = (
+    Use(
+        _ENGINE,
+        "_configure_optimizer(client_optimizer, model_parameters), _configure_zero_optimizer, .has_moe_layers",
+        "its groups are of experts or of others",
+    ),
 )
-TOUCHED = (_CONFIGURE,)
 
 
 def _enter(stack: ExitStack) -> None:

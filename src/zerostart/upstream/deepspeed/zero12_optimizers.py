@@ -23,7 +23,7 @@ from zerostart.upstream.deepspeed.zero12_groups import TOUCHED as GROUPING
 from zerostart.upstream.deepspeed.zero12_groups import Keeper, Mark, RunReader, grouping, marked, remark
 from zerostart.upstream.guard import Function, Use, misfit
 from zerostart.upstream.patches import RefCountedPatches, replaced, wrap
-from zerostart.upstream.torch.byte_sums import lanes_of, signed
+from zerostart.upstream.torch.byte_sums import lanes_of, to_signed
 from zerostart.upstream.types import Arguments, Keywords
 
 if TYPE_CHECKING:
@@ -175,36 +175,33 @@ def _fits(
 
 _ZERO_OPTIMIZER = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
 _BF16_OPTIMIZER = "deepspeed.runtime.bf16_optimizer:BF16_Optimizer"
-_ZERO = Use(
-    _ZERO_OPTIMIZER,
-    "__init__(*, init_optimizer, dp_process_group, round_robin_gradients, parameter_alignment, "
-    "has_moe_layers, zenflow_config), flatten_dense_tensors_aligned(tensor_list, alignment, *, "
-    "param_padding), initialize_optimizer_states, .bit16_groups, .cpu_offload, "
-    ".master_weights_and_grads_dtype, .parallel_partitioned_bit16_groups, .round_robin_bit16_groups, "
-    ".round_robin_bit16_offsets, .single_partition_of_fp32_groups",
-    "the flat buffer of the load is taken as its own",
-    source=(
-        "__init__: self.parallel_partitioned_bit16_groups[i][partition_id].detach().clone().to(",
-        "__init__: available_memory = accelerator.available_memory()",
-        "initialize_optimizer_states: if not self.cpu_offload:",
-    ),
-)
-_BFLOAT16 = Use(
-    _BF16_OPTIMIZER,
-    "__init__(*, init_optimizer, dp_process_group, has_moe_layers), "
-    "_flatten_dense_tensors_aligned(tensor_list, alignment), _setup_for_real_optimizer, .bf16_groups, "
-    ".fp32_groups_flat_partition",
-    "the same for stage 1 in bf16 with gradients in fp32",
-)
-_MEMORY = Use(
-    "deepspeed.accelerator.abstract_accelerator:DeepSpeedAccelerator",
-    "available_memory",
-    "a group that is flat already needs no memory",
-)
 TOUCHED = (
-    _ZERO,
-    _BFLOAT16,
-    _MEMORY,
+    Use(
+        _ZERO_OPTIMIZER,
+        "__init__(*, init_optimizer, dp_process_group, round_robin_gradients, parameter_alignment, "
+        "has_moe_layers, zenflow_config), flatten_dense_tensors_aligned(tensor_list, alignment, *, "
+        "param_padding), initialize_optimizer_states, .bit16_groups, .cpu_offload, "
+        ".master_weights_and_grads_dtype, .parallel_partitioned_bit16_groups, .round_robin_bit16_groups, "
+        ".round_robin_bit16_offsets, .single_partition_of_fp32_groups",
+        "the flat buffer of the load is taken as its own",
+        source=(
+            "__init__: self.parallel_partitioned_bit16_groups[i][partition_id].detach().clone().to(",
+            "__init__: available_memory = accelerator.available_memory()",
+            "initialize_optimizer_states: if not self.cpu_offload:",
+        ),
+    ),
+    Use(
+        _BF16_OPTIMIZER,
+        "__init__(*, init_optimizer, dp_process_group, has_moe_layers), "
+        "_flatten_dense_tensors_aligned(tensor_list, alignment), _setup_for_real_optimizer, .bf16_groups, "
+        ".fp32_groups_flat_partition",
+        "the same for stage 1 in bf16 with gradients in fp32",
+    ),
+    Use(
+        "deepspeed.accelerator.abstract_accelerator:DeepSpeedAccelerator",
+        "available_memory",
+        "a group that is flat already needs no memory",
+    ),
     Use(
         "deepspeed.runtime.utils", "is_optimized_parameter", "which parameters of a group the optimizers take"
     ),
@@ -307,16 +304,19 @@ class _BF16(Adoption):
 
 
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
-_CONSTRUCTION = Use(
-    _ENGINE, "__init__(*, model, optimizer)", "buffers that wait on the host are brought to the device first"
+BUFFERS_TOUCHED = (
+    Use(
+        _ENGINE,
+        "__init__(*, model, optimizer)",
+        "buffers that wait on the host are brought to the device first",
+    ),
+    Use(
+        _ENGINE,
+        "_broadcast_model, .dist_backend",
+        "parameters that hold the same bits on all ranks are not sent",
+        source=("_broadcast_model: hasattr(p, 'ds_optim_param')",),
+    ),
 )
-_BROADCAST = Use(
-    _ENGINE,
-    "_broadcast_model, .dist_backend",
-    "parameters that hold the same bits on all ranks are not sent",
-    source=("_broadcast_model: hasattr(p, 'ds_optim_param')",),
-)
-BUFFERS_TOUCHED = (_CONSTRUCTION, _BROADCAST)
 
 
 @functools.cache
@@ -412,4 +412,4 @@ def select_equal(parameters: Sequence[torch.Tensor], group: dist.ProcessGroup) -
 def fingerprint(tensor: torch.Tensor) -> list[int]:
     """Return two 64-bit sums over the bytes of a tensor in row-major order."""
     octets = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    return [signed(lane) for lane in lanes_of(octets)]
+    return [to_signed(lane) for lane in lanes_of(octets)]

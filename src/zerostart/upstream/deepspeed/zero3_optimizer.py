@@ -37,29 +37,30 @@ Buffer = tuple[torch.dtype, object]
 
 _ATTRIBUTE = "_zerostart_mark"
 _OPTIMIZER = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
-_ENTRY = Use(
-    _OPTIMIZER,
-    "_get_trainable_parameter_groups, __init__",
-    "the optimizer of marked parameters becomes our subclass",
-)
-_SUBCLASS = Use(
-    _OPTIMIZER,
-    "_get_parameter_partitions, _set_fp16_partitioned_groups_flat, "
-    "_create_param_groups_fp16_flat_cpu_memory, _create_fp32_partitions, initialize_optimizer_states, "
-    "create_reduce_and_remove_grad_hooks, offload_states, "
-    "_create_fp16_partitions_with_defragmentation, _setup_for_real_optimizer, .dp_process_group, "
-    ".dtype, .fp16_groups, .fp16_partitioned_groups, .fp16_partitioned_groups_flat, "
-    ".fp32_partitioned_groups_flat, .lp_param_buffer, .master_weights_and_grads_dtype, .module, "
-    ".offload_optimizer, .offload_param, .param_groups_fp16_flat_cpu_memory, .params_in_nvme_and_cpu, "
-    ".swap_optimizer, .trainable_param_groups, _swappable_optimizer_subgroup, "
-    "_optimizer_states_and_gradient_swap_in, _optimizer_states_and_gradient_swap_out",
-    "overridden for several dtypes and masters of the checkpoint",
-)
 _MODULE = "deepspeed.runtime.zero.partition_parameters"
 _GATHER = Use(
     _MODULE, "_no_gather_coalesced", "experts that one rank has alone begin at a multiple of 16 bytes"
 )
-TOUCHED = (_ENTRY, _SUBCLASS)
+TOUCHED = (
+    Use(
+        _OPTIMIZER,
+        "_get_trainable_parameter_groups, __init__",
+        "the optimizer of marked parameters becomes our subclass",
+    ),
+    Use(
+        _OPTIMIZER,
+        "_get_parameter_partitions, _set_fp16_partitioned_groups_flat, "
+        "_create_param_groups_fp16_flat_cpu_memory, _create_fp32_partitions, initialize_optimizer_states, "
+        "create_reduce_and_remove_grad_hooks, offload_states, "
+        "_create_fp16_partitions_with_defragmentation, _setup_for_real_optimizer, .dp_process_group, "
+        ".dtype, .fp16_groups, .fp16_partitioned_groups, .fp16_partitioned_groups_flat, "
+        ".fp32_partitioned_groups_flat, .lp_param_buffer, .master_weights_and_grads_dtype, .module, "
+        ".offload_optimizer, .offload_param, .param_groups_fp16_flat_cpu_memory, .params_in_nvme_and_cpu, "
+        ".swap_optimizer, .trainable_param_groups, _swappable_optimizer_subgroup, "
+        "_optimizer_states_and_gradient_swap_in, _optimizer_states_and_gradient_swap_out",
+        "overridden for several dtypes and masters of the checkpoint",
+    ),
+)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Private parts of DiffSynth-Studio: what loads every model, and how it recognises torch files."""
+"""Load models of DiffSynth-Studio, and recognise its torch files."""
 
 from __future__ import annotations
 
@@ -15,20 +15,18 @@ from zerostart.upstream.transformers.loading import without_zero3
 
 _MODEL = "diffsynth.core.loader.model"
 _FILE = "diffsynth.core.loader.file"
-_LOADING = Use(
-    "diffsynth.core.loader.model",
-    "load_model(model_class, path, config, torch_dtype, device, state_dict_converter, use_disk_map, "
-    "module_map, vram_config, vram_limit, state_dict, quantize)",
-    "builds and fills every model",
-)
-_KEYS = Use(
-    "diffsynth.core.loader.file",
-    "load_keys_dict_from_bin(file_path), load_state_dict_from_bin",
-    "reads a whole torch file on every rank to recognise it by its names and shapes",
-)
 TOUCHED = (
-    _LOADING,
-    _KEYS,
+    Use(
+        "diffsynth.core.loader.model",
+        "load_model(model_class, path, config, torch_dtype, device, state_dict_converter, use_disk_map, "
+        "module_map, vram_config, vram_limit, state_dict, quantize)",
+        "builds and fills every model",
+    ),
+    Use(
+        "diffsynth.core.loader.file",
+        "load_keys_dict_from_bin(file_path), load_state_dict_from_bin",
+        "reads a whole torch file on every rank to recognise it by its names and shapes",
+    ),
     Use(
         "diffsynth.core.loader.model",
         "is_deepspeed_zero3_enabled, get_init_context",
@@ -46,19 +44,19 @@ def require() -> None:
 class DiffSynthSeam(RefCountedPatches):
     """Replace ``load_model`` and the recognition of torch files, once DiffSynth is imported.
 
-    ``choose(class, arguments)`` returns None for calls that DiffSynth serves; ``left(model)`` gets their
-    result. ``keys(path)`` returns the names and shapes in a torch file, or None.
+    ``choose(class, arguments)`` returns None for calls that DiffSynth serves; ``skipped(model)`` gets
+    their result. ``keys(path)`` returns the names and shapes in a torch file, or None.
     """
 
     def __init__(
         self,
         choose: Callable[[type, dict[str, Any]], Any],
-        left: Callable[[Any], None],
+        skipped: Callable[[Any], None],
         keys: Callable[[str], dict[str, object] | None],
     ) -> None:
         super().__init__(self._enter)
         self._choose = choose
-        self._left = left
+        self._skipped = skipped
         self._keys = keys
 
     def _enter(self, stack: ExitStack) -> None:
@@ -72,8 +70,8 @@ class DiffSynthSeam(RefCountedPatches):
         wrap(stack, module, "load_keys_dict_from_bin", self._load_keys)
 
     def _load_keys(self, original: Function, file_path: Any) -> Any:
-        found = self._keys(file_path)
-        return original(file_path) if found is None else found
+        shapes = self._keys(file_path)
+        return original(file_path) if shapes is None else shapes
 
     def _load_model(self, original: Function, *args: Any, **kwargs: Any) -> object:
         bound = inspect.signature(original).bind(*args, **kwargs)
@@ -82,12 +80,12 @@ class DiffSynthSeam(RefCountedPatches):
         call = self._choose(bound.arguments["model_class"], bound.arguments) if self.is_open else None
         if call is None:
             result = original(*args, **kwargs)
-            self._left(result)
+            self._skipped(result)
             return result
         require()
 
         def own() -> Any:
-            # Its own loading reads the whole model, which ``zero.Init`` would partition too early.
+            # ``zero.Init`` would partition the model too early.
             with without_zero3():
                 return original(*args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""Private parts of diffusers: the seams of ``from_pretrained`` at which zerostart takes over the weights."""
+"""Load and fill models in ``from_pretrained`` of diffusers."""
 
 from __future__ import annotations
 
@@ -20,35 +20,36 @@ if TYPE_CHECKING:
 
 _MODULE = "diffusers.models.modeling_utils"
 _MIXIN = "diffusers.models.modeling_utils:ModelMixin"
-_FROM_PRETRAINED = Use(
-    _MIXIN,
-    "from_pretrained, _load_pretrained_model(model, state_dict, resolved_model_file, "
-    "pretrained_model_name_or_path, loaded_keys)",
-    "zerostart reads the weights of calls that it serves",
+TOUCHED = (
+    Use(
+        _MIXIN,
+        "from_pretrained, _load_pretrained_model(model, state_dict, resolved_model_file, "
+        "pretrained_model_name_or_path, loaded_keys)",
+        "zerostart reads the weights of calls that it serves",
+    ),
+    Use(
+        "diffusers.models.modeling_utils",
+        "ContextManagers, load_state_dict",
+        "within from_pretrained a model is built in contexts of ours",
+    ),
 )
-_WITHIN = Use(
-    "diffusers.models.modeling_utils",
-    "ContextManagers, load_state_dict",
-    "within from_pretrained a model is built in contexts of ours",
-)
-TOUCHED = (_FROM_PRETRAINED, _WITHIN)
 
 
 def require() -> None:
-    """Raise UnsupportedVersionError unless the seams are there and look as expected."""
+    """Raise UnsupportedVersionError unless ``from_pretrained`` is as expected."""
     require_version()
     demand(TOUCHED, "zerostart.enabled() cannot take over its loading; use zerostart.load")
 
 
 class DiffusersSeam(LoadingSeam):
-    """``ModelMixin.from_pretrained``, from the import of diffusers on."""
+    """Serves ``ModelMixin.from_pretrained`` after the import of diffusers."""
 
     def __init__(
         self,
         choose: Callable[[type, dict[str, Any]], Any],
-        left: Callable[[ModelMixin], None],
+        skipped: Callable[[ModelMixin], None],
     ) -> None:
-        super().__init__(self._enter, choose, left)
+        super().__init__(self._enter, choose, skipped)
 
     def _enter(self, stack: ExitStack) -> None:
         enter_when_imported(stack, _MODULE, self._imported)
@@ -99,12 +100,12 @@ _FLUX = Use(
 )
 LORA_TOUCHED = (_FLUX,)
 
-#: A context in which a model shows the shapes of its whole weights; it may raise, for what is to be loaded.
+#: Context in which a model shows the shapes of its whole weights; it may raise.
 Shown = Callable[[nn.Module, Mapping[str, object]], AbstractContextManager[None]]
 
 
 class LoraShapes(RefCountedPatches):
-    """Has both comparisons run in ``shown(transformer, what is loaded)``."""
+    """Runs both comparisons in ``shown(transformer, tensors)``."""
 
     def __init__(self, shown: Shown) -> None:
         super().__init__(self._enter)

@@ -1,4 +1,4 @@
-"""Private parts of diffusers: its table of single-file converters, and how a model reads its weights."""
+"""Single-file converters, weights and pipelines of diffusers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ Converter = Callable[..., Mapping[str, torch.Tensor]]
 
 @functools.cache
 def require() -> None:
-    """Raise UnsupportedVersionError unless everything that this file uses is there."""
+    """Raise UnsupportedVersionError unless diffusers is as expected."""
     try:
         importlib.import_module("diffusers.loaders.single_file_model")
     except ImportError as error:
@@ -57,17 +57,17 @@ def require() -> None:
 
 
 def is_diffusers(model: object) -> bool:
-    """Whether ``model`` is a diffusers model (or class), without importing diffusers to find out."""
+    """Return True for a diffusers model (or class); imports nothing."""
     return is_of_class(model, "diffusers.models.modeling_utils:ModelMixin")
 
 
 def model_class(name: str) -> type[nn.Module] | None:
-    """The model class ``name`` of diffusers, None if it has none."""
+    """Return the model class ``name`` of diffusers, or None."""
     require()
     import diffusers
 
-    found = getattr(diffusers, name, None)
-    return found if isinstance(found, type) and issubclass(found, diffusers.ModelMixin) else None
+    kind = getattr(diffusers, name, None)
+    return kind if isinstance(kind, type) and issubclass(kind, diffusers.ModelMixin) else None
 
 
 def original_layout(kind: type) -> tuple[Converter | None, tuple[str, ...]]:
@@ -98,11 +98,11 @@ def original_release(shapes: Mapping[str, Sequence[int]]) -> tuple[str, str | No
     require()
     from diffusers.loaders import single_file_utils as known
 
-    one = torch.empty((), device="meta")
+    element = torch.empty((), device="meta")
     kind = known.infer_diffusers_model_type(
-        {name: one.expand(tuple(shape)) for name, shape in shapes.items()}
+        {name: element.expand(tuple(shape)) for name, shape in shapes.items()}
     )
-    # Which is also what it says of all that it does not know.
+    # diffusers also returns "v1" for an unknown release.
     if kind == "v1" and not any(name.startswith(known.LDM_UNET_KEY) for name in shapes):
         return None
     place = known.DIFFUSERS_DEFAULT_PIPELINE_PATHS[kind]
@@ -125,25 +125,25 @@ def lora_converter(model: object) -> Callable[[dict[str, torch.Tensor]], dict[st
 
 
 def component_folder(kind: type) -> str | None:
-    """The folder of a pipeline in which the class is, by diffusers' table; None where it does not say."""
+    """Return the usual folder of a class in a pipeline, or None."""
     return _single_file_entry(kind).get("default_subfolder")
 
 
 def fix_names(model: ModelMixin, state_dict: dict[str, Any]) -> None:
-    """Give keys of older releases their present names, in place."""
+    """Rename keys of older releases in place."""
     require()
     model._fix_state_dict_keys_on_load(state_dict)
 
 
 def kept_in_fp32(model: ModelMixin) -> frozenset[str]:
-    """Modules and parameters that stay in float32: a name is one if a part between its dots is here."""
+    """Return name parts of modules and parameters that remain in float32."""
     require()
-    kept = model._keep_in_fp32_modules or ()
-    return frozenset((kept,) if isinstance(kept, str) else kept)
+    modules = model._keep_in_fp32_modules or ()
+    return frozenset((modules,) if isinstance(modules, str) else modules)
 
 
 def ignorable_unexpected(model: ModelMixin) -> tuple[str, ...]:
-    """The model's own patterns of names that a checkpoint may have too much."""
+    """Return the model's patterns of ignorable unexpected names."""
     require()
     return tuple(model._keys_to_ignore_on_load_unexpected or ())
 
@@ -165,38 +165,38 @@ _PACKAGES = ("diffusers", "transformers")
 
 
 def pipeline_class(name: object, root: Path) -> type[DiffusionPipeline]:
-    """The pipeline class ``name`` of diffusers; raises BuildError if there is none."""
+    """Return the pipeline class ``name`` of diffusers; raises BuildError."""
     require()
     demand(PIPELINES_TOUCHED)
     import diffusers
 
-    found = getattr(diffusers, name, None) if isinstance(name, str) else None
-    if not (isinstance(found, type) and issubclass(found, diffusers.DiffusionPipeline)):
+    kind = getattr(diffusers, name, None) if isinstance(name, str) else None
+    if not (isinstance(kind, type) and issubclass(kind, diffusers.DiffusionPipeline)):
         raise BuildError(
             f"{root / 'model_index.json'} names the pipeline {name!r}, which diffusers "
             f"{diffusers.__version__} does not have; pipelines with code of their own are not "
             "supported: load their components one by one"
         )
-    return found
+    return kind
 
 
 def component_class(library: str, kind: str, where: str) -> type[nn.Module]:
-    """The class of a model as a pipeline's index names it; raises BuildError if there is none."""
+    """Return the model class in a pipeline's index; raises BuildError."""
     require()
     module = library if library in _PACKAGES else f"diffusers.pipelines.{library}"
-    found = None
+    cls = None
     if re.fullmatch(r"[a-z0-9_]+", library):
         try:
-            found = getattr(importlib.import_module(module), kind, None)
+            cls = getattr(importlib.import_module(module), kind, None)
         except ImportError:
-            found = None
-    if not (isinstance(found, type) and issubclass(found, nn.Module)):
+            cls = None
+    if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
         raise BuildError(f"{where} has the class {library}.{kind}, which cannot be imported")
-    return found
+    return cls
 
 
 def name_classes(pipe: Pipeline) -> None:
-    """Have the index of a pipeline name the classes that FSDP2 has put its own in front of."""
+    """Write plain classes, not FSDP2's subclasses, to the index of a pipeline."""
     demand(PIPELINES_TOUCHED)
     from diffusers.pipelines.pipeline_loading_utils import _fetch_class_library_tuple
 
@@ -209,13 +209,13 @@ def name_classes(pipe: Pipeline) -> None:
 def assembled(
     kind: type[DiffusionPipeline], root: Path, models: Mapping[str, nn.Module | None]
 ) -> DiffusionPipeline:
-    """Return the pipeline in ``root`` with these models; diffusers loads everything else."""
+    """Return the pipeline in ``root`` with ``models``; diffusers loads everything else."""
     try:
         with unasked(), without_bars("diffusers"):
             return kind.from_pretrained(str(root), local_files_only=True, **models)
-    except Exception as error:  # of many types, for a tokenizer or a scheduler that is not there or damaged
-        told = " ".join(str(error).split())
+    except Exception as error:  # of many types, for a missing or damaged tokenizer
+        text = " ".join(str(error).split())
         raise BuildError(
             f"{root}: diffusers cannot make a {kind.__name__} of the files beside its models "
-            f"({told}); restore its tokenizers, schedulers and processors"
+            f"({text}); restore its tokenizers, schedulers and processors"
         ) from error

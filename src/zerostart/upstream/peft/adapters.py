@@ -1,4 +1,4 @@
-"""PEFT's adapters: where they are put into a model, merged into its weights, and read out of it."""
+"""Inject, merge and read adapters of PEFT in sharded models."""
 
 from __future__ import annotations
 
@@ -55,34 +55,33 @@ _PROMPTS = Use(
 )
 _REMEDY = "zerostart cannot take over adapters of models in shards"
 
-#: What the dimension of a mesh is called whose ranks compute with a part of a weight.
+#: Names of mesh dimensions whose ranks compute with a part of a weight.
 _CUTTING = {"tensor", "tp"}
-#: Kinds of ``init_lora_weights`` that look at no weight; the others that are named do.
+#: Values of ``init_lora_weights`` that do not use a weight.
 _OWN_BEGIN = ("gaussian", "eva", "orthogonal")
 
 
 class AdapterLayer(nn.Module):
-    """``BaseTunerLayer``, for who reads the types."""
+    """Types of ``BaseTunerLayer``."""
 
     merged: bool
 
     def unmerge(self) -> None:
-        """Take what is merged out of the weight."""
+        """Remove merged adapters from the weight."""
 
 
-#: ``around(original, model, of_values)`` for a call that puts an adapter into ``model``, which may be one
-#: that begins with values of its weights.
+#: ``around(original, model, of_values)`` for the injection of an adapter, maybe made from weights.
 Injecting = Callable[[Callable[[], object], nn.Module, bool], object]
-#: ``around(original, layer, what)`` for a layer's own ``merge`` or ``unmerge``.
+#: ``around(original, layer, name)`` for ``merge`` or ``unmerge`` of a layer.
 Merging = Callable[[Callable[[], object], object, str], object]
-#: ``around(original, model)`` for a call that puts a prompt's encoder beside the model inside ``model``.
+#: ``around(original, model)`` for the creation of a prompt encoder in ``model``.
 Surrounding = Callable[[Callable[[], object], nn.Module], object]
 #: ``instead(original, model, **arguments)`` for ``get_peft_model_state_dict``.
 Reading = Function
 
 
 class AdapterCalls(RefCountedPatches):
-    """Has the calls go to functions that are given the original, and told when a layer is switched off."""
+    """Sends calls of PEFT to functions that get the original call."""
 
     def __init__(
         self,

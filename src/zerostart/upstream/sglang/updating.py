@@ -1,4 +1,4 @@
-"""SGLang's own work around an update of weights: what it derives from them, and its version."""
+"""Derived tensors and the weight version of SGLang after an update."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def require() -> None:
 
 @contextmanager
 def nothing_derived(model: nn.Module) -> Iterator[None]:
-    """Inside, ``load_weights`` of ``model`` fills its parameters and derives nothing from them."""
+    """Let ``load_weights`` fill parameters without derived tensors inside."""
     modules: list[Any] = [one for one in model.modules() if hasattr(one, "post_load_weights")]
     before = [vars(one).get("post_load_weights") for one in modules]
     for one in modules:
@@ -49,20 +49,20 @@ def nothing_derived(model: nn.Module) -> Iterator[None]:
 
 
 def derive(model: nn.Module) -> None:
-    """Have ``model`` make anew what it derives from its weights."""
+    """Update the tensors that ``model`` derives from its weights."""
     from sglang.srt.model_loader import loader
 
     loader.post_load_weights(model)
 
 
 def tell_version(engine: Any, version: str) -> None:
-    """Have an ``Engine`` in this process say that its weights are those of ``version``."""
+    """Set the weight version of an ``Engine`` in this process."""
     if misfit((_VERSION,)):
         return
     from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
 
-    asked = UpdateWeightVersionReqInput(new_version=version, abort_all_requests=False)
-    engine.loop.run_until_complete(engine.tokenizer_manager.update_weight_version(asked))
+    request = UpdateWeightVersionReqInput(new_version=version, abort_all_requests=False)
+    engine.loop.run_until_complete(engine.tokenizer_manager.update_weight_version(request))
 
 
 def _nothing(*arguments: object, **options: object) -> None:

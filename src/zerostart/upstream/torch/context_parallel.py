@@ -1,4 +1,4 @@
-"""Private parts of torch: its ring attention, also with the CPU's kernel, which DTensor does not know."""
+"""Ring attention of torch, also with the CPU's kernel."""
 
 from __future__ import annotations
 
@@ -20,34 +20,33 @@ from zerostart.upstream.patches import RefCountedPatches, replaced
 from zerostart.upstream.types import Arguments, Keywords
 
 _RING = "torch.distributed.tensor.experimental._context_parallel._attention"
-_CPU_KERNEL = Use(
-    _RING,
-    "custom_ops, _enable_cp_dtensor_dispatcher, _templated_ring_attention(group, seq_dim, op, query, "
-    "key, value, is_causal), _templated_ring_attention_backward(group, seq_dim, op, grad_out, "
-    "grad_out_name, query, key, value, out, *, logsumexp, is_causal)",
-    "attention on DTensors of the CPU goes around the ring as it does on accelerators",
-)
 TOUCHED = (
-    _CPU_KERNEL,
+    Use(
+        _RING,
+        "custom_ops, _enable_cp_dtensor_dispatcher, _templated_ring_attention(group, seq_dim, op, query, "
+        "key, value, is_causal), _templated_ring_attention_backward(group, seq_dim, op, grad_out, "
+        "grad_out_name, query, key, value, out, *, logsumexp, is_causal)",
+        "attention on DTensors of the CPU goes around the ring as it does on accelerators",
+    ),
     Use(
         "torch._C",
         "_dispatch_has_kernel_for_dispatch_key, _dispatch_key_for_device",
         "whether a device has one of the kernels of attention that go around the ring",
     ),
 )
-#: What torch sends around the ring, of CUDA's.
+#: Kernels of CUDA in torch's ring attention.
 _KERNELS = tuple(f"aten::_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn"))
 _SEQUENCE = 2  # of [rows, heads, length, size]
 
 
 @functools.cache
 def require() -> None:
-    """Raise UnsupportedVersionError unless torch and accelerate have what is used of them."""
+    """Raise UnsupportedVersionError unless torch's ring attention is as expected."""
     demand(TOUCHED, "Use sequence_parallel=1")
 
 
 def check_kernels(kind: str) -> None:
-    """Raise ConfigError for an accelerator with no attention that torch sends around its ring."""
+    """Raise ConfigError for an accelerator without ring attention."""
     key = torch._C._dispatch_key_for_device(kind)
     if not any(torch._C._dispatch_has_kernel_for_dispatch_key(name, key) for name in _KERNELS):
         raise ConfigError(
@@ -58,9 +57,9 @@ def check_kernels(kind: str) -> None:
 
 
 def ring_on_cpu(model: nn.Module) -> None:
-    """Have the ring go through the CPU's attention as well, for as long as ``model`` lives."""
+    """Enable ring attention on CPUs while ``model`` lives."""
     require()
-    _held.hold(model)
+    _patches.hold(model)
 
 
 def _enter(stack: ExitStack) -> None:
@@ -68,7 +67,7 @@ def _enter(stack: ExitStack) -> None:
 
     module: ModuleType = _attention
     kernels: Any = torch.ops.aten
-    # For DTensors of these kernels torch asks this table; it has CUDA's, and ours call the same templates.
+    # torch's table for DTensors has only CUDA's kernels.
     ours = {
         kernels._scaled_dot_product_flash_attention_for_cpu.default: _forward,
         kernels._scaled_dot_product_flash_attention_for_cpu_backward.default: _backward,
@@ -76,13 +75,13 @@ def _enter(stack: ExitStack) -> None:
     stack.enter_context(replaced(module, "custom_ops", {**module.custom_ops, **ours}))
 
 
-_held = RefCountedPatches(_enter)
+_patches = RefCountedPatches(_enter)
 
 
 def _forward(op: OpOverload, args: Arguments, kwargs: Keywords) -> tuple[DTensor, ...]:
     from torch.distributed.tensor.experimental._context_parallel import _attention
 
-    # Arguments that have their defaults are left out by the dispatcher.
+    # The dispatcher leaves out default arguments.
     query, key, value, *more = args
     dropout = more[0] if more else 0.0
     causal = more[1] if len(more) > 1 else False

@@ -1,4 +1,4 @@
-"""Private parts of torch's FSDP2: which unit keeps a parameter, and how it makes a shard of it."""
+"""Units of FSDP2, and the shards of their parameters."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ _ACCUMULATED = Use(
 
 
 def has_run(model: nn.Module) -> bool:
-    """Whether a forward has been through ``model``, whose units have settled on their parameters then."""
+    """Return True if a unit of ``model`` has run."""
     need(_UNITS, _STATES)
     states = (m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule))
     return any(state._is_root is not None for state in states)
 
 
 def has_begun(model: nn.Module) -> bool:
-    """Return whether ``model`` is no unit, or has settled as the root of its units."""
+    """Return True if ``model`` is no unit, or is the root of its units already."""
     need(_UNITS, _STATES)
     return not isinstance(model, FSDPModule) or model._get_fsdp_state()._is_root is not None
 
@@ -64,7 +64,7 @@ def is_at_rest(model: nn.Module) -> bool:
 
 
 def begin_at(model: nn.Module) -> None:
-    """Settle that ``model`` is the root of its units, whichever of them runs first; once is enough."""
+    """Make ``model`` the root of its units, also if another unit runs first."""
     check_kept(model)
     if isinstance(model, FSDPModule):
         model._get_fsdp_state()._lazy_init()
@@ -77,8 +77,8 @@ def check_kept(model: nn.Module) -> None:
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for parameter in (p for u in units for g in _groups(u._get_fsdp_state()) for p in g.fsdp_params):
         info, at_rest = parameter._module_info, parameter.sharded_state.name == "SHARDED"
-        held = info.module._parameters.get(info.param_name)
-        if at_rest and held is not None and not isinstance(held, DTensor):
+        current = info.module._parameters.get(info.param_name)
+        if at_rest and current is not None and not isinstance(current, DTensor):
             name = f"{names.get(id(info.module), '')}.{info.param_name}".lstrip(".")
             raise EngineError(
                 f"{name} was sharded by FSDP2, and another parameter has been put in its place, which would "
@@ -95,13 +95,13 @@ def are_reduced_as_shards() -> bool:
 
 
 def in_backward() -> bool:
-    """Whether this thread is in a backward."""
+    """Return True if this thread is in a backward."""
     need(_BACKWARD)
     return torch._C._current_graph_task_id() >= 0
 
 
 def has_unreduced(model: nn.Module) -> bool:
-    """Whether units of ``model`` hold gradients that have been accumulated without being reduced."""
+    """Return True if units of ``model`` have accumulated gradients that are not reduced."""
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if units:
         need(_UNITS, _STATES, _ACCUMULATED)
@@ -111,36 +111,36 @@ def has_unreduced(model: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def whole_for_a_while(model: nn.Module, modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Make each own parameter of ``modules`` whole on every rank, and shard what is there afterwards.
+    """Make the parameters of ``modules`` whole inside, and shard their new values afterwards.
 
-    Collective. Rank 0's values count, after an error the old ones. ``model`` must not have run, and be
-    sharded over all ranks and nothing else.
+    Collective. Rank 0's values are used; after an error, the old values. ``model`` must be sharded over all
+    ranks, and must not have run.
     """
     need(_UNITS, _STATES, _GROUPS, _SHARDS)
-    kept = _kept(model, modules)
+    places = _find_places(model, modules)
     whole = []
-    for group, parameter in {id(one): (group, one) for group, one in kept.values()}.values():
+    for group, parameter in {id(one): (group, one) for group, one in places.values()}.values():
         whole.append((parameter, whole_tensor(parameter.sharded_param)))
-        _put(*whole[-1])
+        _set_parameter(*whole[-1])
         parameter._post_load_hook_handle.remove()
         group.fsdp_params.remove(parameter)
     try:
         yield
     except BaseException:
         for parameter, tensor in whole:
-            _put(parameter, tensor)
+            _set_parameter(parameter, tensor)
         raise
     finally:
-        _shard(modules, kept)
+        _shard(modules, places)
 
 
-def _put(parameter: Any, tensor: torch.Tensor) -> None:
+def _set_parameter(parameter: Any, tensor: torch.Tensor) -> None:
     parameter._setattr_on_modules(nn.Parameter(tensor, parameter.sharded_param.requires_grad))
 
 
-def _kept(model: nn.Module, modules: Sequence[nn.Module]) -> dict[tuple[int, str], tuple[Any, Any]]:
-    wanted = {id(module) for module in modules}
-    found = {}
+def _find_places(model: nn.Module, modules: Sequence[nn.Module]) -> dict[tuple[int, str], tuple[Any, Any]]:
+    wanted_ids = {id(module) for module in modules}
+    places = {}
     for unit in model.modules():
         if not isinstance(unit, FSDPModule):
             continue
@@ -150,13 +150,13 @@ def _kept(model: nn.Module, modules: Sequence[nn.Module]) -> dict[tuple[int, str
                 owners = (info.module, *info.shared_modules)
                 names = (info.param_name, *info.shared_param_names)
                 for owner, name in zip(owners, names, strict=True):
-                    if id(owner) in wanted:
-                        found[id(owner), name] = (group, parameter)
-    return found
+                    if id(owner) in wanted_ids:
+                        places[id(owner), name] = (group, parameter)
+    return places
 
 
 def _groups(state: Any) -> list[Any]:
-    # Releases differ: a list of groups for a unit, or one, or none.
+    # Depending on the release, a unit has a list of groups, one group, or none.
     several = getattr(state, "_fsdp_param_groups", None)
     if several is None:
         several = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
@@ -174,7 +174,7 @@ def whole_tensor(sharded: DTensor) -> torch.Tensor:
     return whole
 
 
-def _shard(modules: Sequence[nn.Module], kept: dict[tuple[int, str], tuple[Any, Any]]) -> None:
+def _shard(modules: Sequence[nn.Module], places: dict[tuple[int, str], tuple[Any, Any]]) -> None:
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import _get_param_module_infos
 
@@ -182,10 +182,10 @@ def _shard(modules: Sequence[nn.Module], kept: dict[tuple[int, str], tuple[Any, 
     for module in modules:
         for name, parameter in module._parameters.items():
             if parameter is not None and id(parameter) not in plain:
-                plain[id(parameter)] = (parameter, *kept[id(module), name])
+                plain[id(parameter)] = (parameter, *places[id(module), name])
     for parameter, group, old in plain.values():
         with torch.no_grad():
-            # Ranks may have drawn other values inside (rows of a resized embedding).
+            # Ranks may have drawn different rows for a resized embedding.
             dist.broadcast(parameter.data, src=0)
         (info,) = _get_param_module_infos([parameter], group.modules)
         group.fsdp_params.append(

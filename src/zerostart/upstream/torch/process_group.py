@@ -1,9 +1,8 @@
-"""torch's process groups: the default one's store and time-out, groups beside it, and the end of all."""
+"""Store, timeout, creation and end of torch's process groups."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -15,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from zerostart.upstream.guard import Function, Use, demand, misfit
+from zerostart.upstream.guard import Function, Use, misfit, need
 from zerostart.upstream.patches import RefCountedPatches, wrap
 
 if TYPE_CHECKING:
@@ -31,30 +30,25 @@ _STORE = Use(
     "_get_default_store, _world",
     "a rank that is alone in a call learns it without a collective",
 )
-#: Has gloo connect two ranks when they first send each other something, not all ranks with all at once.
+#: Environment variable that makes gloo connect two ranks at their first message.
 LAZILY = "TORCH_GLOO_LAZY_INIT"
 
 
-@functools.cache
-def _require() -> None:
-    demand((_STORE,))
-
-
 def store_of(prefix: str) -> Store:
-    """The default group's store, with ``prefix`` before all keys."""
-    _require()
+    """Return the default group's store, with ``prefix`` before all keys."""
+    need(_STORE)
     parts: ModuleType = distributed_c10d
     store: Store = parts.PrefixStore(prefix, parts._get_default_store())
     return store
 
 
 def patience() -> timedelta:
-    """How long a rank waits for the others: the time-out that the default group was made with."""
-    _require()
+    """Return the timeout of the default process group."""
+    need(_STORE)
     parts: ModuleType = distributed_c10d
     group = parts.group.WORLD
     for kind in ("cpu", *sorted({device.type for device in group._device_types} - {"cpu"})):
-        with contextlib.suppress(AttributeError, RuntimeError):  # no backend for it, or one that tells none
+        with contextlib.suppress(AttributeError, RuntimeError):  # no backend, or one without a timeout
             own: timedelta = group._get_backend(torch.device(kind)).options._timeout
             return own
     stores: timedelta = parts._get_default_store().timeout
@@ -62,21 +56,21 @@ def patience() -> timedelta:
 
 
 def list_groups() -> list[dist.ProcessGroup]:
-    """The process groups that there are."""
+    """List all process groups."""
     parts: ModuleType = distributed_c10d
     return list(parts._world.pg_map) if torch.distributed.is_initialized() else []
 
 
 def share_timeout(before: Sequence[dist.ProcessGroup]) -> None:
-    """Give groups made since ``before`` the default group's time-out, which meshes and DeepSpeed ignore."""
+    """Set the default group's timeout on groups created since ``before``."""
     for group in [group for group in list_groups() if group not in before]:
         for device in group._device_types:
-            with contextlib.suppress(AttributeError, RuntimeError):  # of somebody else's backend
+            with contextlib.suppress(AttributeError, RuntimeError):  # a foreign backend
                 group._get_backend(device)._set_default_timeout(patience())
 
 
 def messages_group() -> dist.ProcessGroup:
-    """Return a gloo group of all ranks with the default group's time-out; collective."""
+    """Create a gloo group of all ranks with the default timeout; collective."""
     with connected_lazily():
         group: dist.ProcessGroup = torch.distributed.new_group(backend="gloo", timeout=patience())
         return group
@@ -84,7 +78,7 @@ def messages_group() -> dist.ProcessGroup:
 
 @contextlib.contextmanager
 def connected_lazily() -> Iterator[None]:
-    """Inside, gloo's groups are made without a connection; two ranks are connected when one is needed."""
+    """Create gloo groups inside that connect two ranks only when needed."""
     before = os.environ.get(LAZILY)
     os.environ[LAZILY] = "1"
     try:
@@ -97,7 +91,7 @@ def connected_lazily() -> Iterator[None]:
 
 
 class BeforeTheEnd(RefCountedPatches):
-    """Calls ``finish`` before all process groups go; what it raises is raised when they are gone."""
+    """Calls ``finish`` before all process groups end; its error is raised afterwards."""
 
     def __init__(self, finish: Callable[[], None]) -> None:
         super().__init__(self._enter)
@@ -105,7 +99,7 @@ class BeforeTheEnd(RefCountedPatches):
 
     def _enter(self, stack: ExitStack) -> None:
         if misfit((_DESTROY,)):
-            return  # the save that is broken off says so, and the process ends with an error
+            return  # an interrupted save reports itself
         wrap(stack, distributed_c10d, "destroy_process_group", self._destroy, everywhere=True)
 
     def _destroy(self, original: Function, group: dist.ProcessGroup | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Private parts of torch: FSDP2's references to local tensors, initialisers on meta, wrapper tensors."""
+"""Local tensors of DTensors, initialisers on meta, and wrapper tensors in torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from zerostart.errors import UnsupportedVersionError
-from zerostart.upstream.guard import Use, demand, misfit, need
+from zerostart.upstream.guard import Use, misfit, need
 from zerostart.upstream.patches import replaced
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ _TABLES = Use(
 
 
 def intercept_functions(handler: Callable[..., Any] | None) -> None:
-    """Have ``handler(function, args, kwargs)`` run torch functions of DTensors; None ends it."""
+    """Run torch functions of DTensors by ``handler(function, args, kwargs)``; None ends it."""
     need(_FUNCTIONS)
     from torch.distributed.tensor import DTensor
 
@@ -63,7 +63,7 @@ def intercept_functions(handler: Callable[..., Any] | None) -> None:
 
 
 def edited_argument(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return the argument that a torch function would change: the first, ``input``, or an initialiser's."""
+    """Return the argument that a torch function or initialiser would change."""
     return args[0] if args else kwargs.get("input", kwargs.get("tensor"))
 
 
@@ -79,13 +79,13 @@ def is_edit(name: str, kwargs: Mapping[str, Any]) -> bool:
 def overloads(name: str) -> list[Any]:
     """Return the operators of torch that a function of this name may run."""
     packet: Any = getattr(torch.ops.aten, name, None)
-    # Every Python object has ``__repr__`` and the like, which are no operators.
-    known = isinstance(packet, torch._ops.OpOverloadPacket)
-    return [getattr(packet, each) for each in packet.overloads()] if known else []
+    # ``__repr__`` and the like are no operators.
+    is_operator = isinstance(packet, torch._ops.OpOverloadPacket)
+    return [getattr(packet, each) for each in packet.overloads()] if is_operator else []
 
 
 def storage_users(storage: torch.UntypedStorage) -> int:
-    """How many tensors share ``storage``, and this handle of it; where torch does not say, very many."""
+    """Return the number of references to ``storage``, or a huge number if unknown."""
     if not _counts_users():
         return sys.maxsize
     count: int = torch._C._storage_Use_Count(storage._cdata)
@@ -98,31 +98,31 @@ def _counts_users() -> bool:
 
 
 def asks_for_memory(error: Exception) -> bool:
-    """Whether torch raised ``error`` because something reached for the memory that it lacks."""
-    # Four places in torch say it, each in words of its own, and by no class of error.
-    said = (
+    """Return True for an error of torch about a tensor without memory."""
+    # torch has no class for this error, and four texts.
+    texts = (
         "data pointer",
         "not allocated yet",
         "invalid python storage",
         "not supported for tensor subclasses",
     )
-    return isinstance(error, RuntimeError) and any(part in str(error) for part in said)
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
 
 
 def adopt_local_tensors(model: nn.Module) -> None:
-    """Make FSDP2's parameter groups look at the parameters that the modules now hold."""
+    """Update FSDP2's parameter groups after a replacement of parameters."""
     need(_GROUPS)
     model._apply(lambda tensor: tensor)  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
 
 def over(sharded: DTensor, local: torch.Tensor) -> DTensor:
-    """Return a DTensor sharded as ``sharded`` over ``local``, which ``from_local`` would move."""
+    """Return a DTensor over ``local``, sharded as ``sharded``."""
     need(_SPEC)
     from torch.distributed.tensor import DTensor
 
     make: Any = DTensor
-    made: DTensor = make(local, sharded._spec, requires_grad=False)
-    return made
+    result: DTensor = make(local, sharded._spec, requires_grad=False)
+    return result
 
 
 def hide_padding(parameter: nn.Parameter, owned: int) -> None:
@@ -137,11 +137,11 @@ def hide_padding(parameter: nn.Parameter, owned: int) -> None:
 
 @contextlib.contextmanager
 def truncated_normal_goes_to(handler: Callable[..., torch.Tensor]) -> Iterator[None]:
-    """Inside, ``trunc_normal_`` calls ``handler(original, tensor, ...)``, however it was imported."""
+    """Send ``trunc_normal_`` to ``handler(original, tensor, ...)`` inside."""
     module: ModuleType = nn.init
     original = getattr(module, "_no_grad_trunc_normal_", None)
     if original is None:
-        yield  # and whoever calls it fails by itself
+        yield
         return
     wrong = misfit((_TRUNCATED_NORMAL,))
 
@@ -179,11 +179,6 @@ T = TypeVar("T", bound=torch.Tensor)
 _CPU = torch.device("cpu")
 
 
-@functools.cache
-def _require() -> None:
-    demand(WRAPPER_TOUCHED)
-
-
 def make_wrapper(
     cls: type[T],
     shape: Sequence[int],
@@ -193,35 +188,35 @@ def make_wrapper(
     bits: torch.Tensor | None = None,
     device: torch.device = _CPU,
 ) -> T:
-    """Return a tensor of class ``cls`` without memory, with the conjugate and negative bits of ``bits``."""
-    _require()
+    """Return a tensor of class ``cls`` without memory, with the bits of ``bits``."""
+    need(*WRAPPER_TOUCHED)
     native: ModuleType = torch._C
     make: Any = torch.Tensor._make_wrapper_subclass
     if bits is None:
-        made: T = make(cls, shape, strides=strides, storage_offset=offset, dtype=dtype, device=device)
+        wrapper: T = make(cls, shape, strides=strides, storage_offset=offset, dtype=dtype, device=device)
     else:
-        # Of the keys only the conjugate and negative bits, as torch's own wrappers take them over.
+        # Only the conjugate and negative bits, as in torch's own wrappers.
         keys = native._additional_keys_to_prop_for_wrapper_tensors & native._dispatch_keys(bits)
         options = (None, dtype, torch.strided, device, False, False, None, False, False, keys)
-        made = make(cls, shape, strides, offset, *options)
-    # Without it an address of nothing would be handed out, and read from.
-    native._set_throw_on_mutable_data_ptr(made)
-    return made
+        wrapper = make(cls, shape, strides, offset, *options)
+    # Otherwise a read would use an invalid address.
+    native._set_throw_on_mutable_data_ptr(wrapper)
+    return wrapper
 
 
-def become_wrapper(wrapper: torch.Tensor, other: torch.Tensor) -> None:
-    """Give ``wrapper`` the dtype, shape, strides and bits of ``other``, which ``make_wrapper`` made too."""
-    offset = int(other.storage_offset())
-    bare = make_wrapper(type(wrapper), other.shape, other.stride(), offset, other.dtype)
-    # Without bits, as ``bare`` has none; at the end they are those of ``other``.
+def become_wrapper(wrapper: torch.Tensor, source: torch.Tensor) -> None:
+    """Give ``wrapper`` the dtype, shape, strides and bits of the wrapper ``source``."""
+    offset = int(source.storage_offset())
+    bare = make_wrapper(type(wrapper), source.shape, source.stride(), offset, source.dtype)
+    # ``bare`` has no bits.
     _set_bits(wrapper, conj=False, neg=False)
-    if wrapper.dtype == other.dtype:  # also in inference mode
+    if wrapper.dtype == source.dtype:  # also in inference mode
         with without_dispatch():
             torch.ops.aten.set_.source_Tensor(wrapper, bare)
     else:
         # ``set_`` keeps the dtype; the setter of ``data`` may change it.
         torch.Tensor.data.__set__(wrapper, bare)  # type: ignore[attr-defined]
-    _set_bits(wrapper, conj=other.is_conj(), neg=other.is_neg())
+    _set_bits(wrapper, conj=source.is_conj(), neg=source.is_neg())
 
 
 def _set_bits(wrapper: torch.Tensor, conj: bool, neg: bool) -> None:
@@ -233,11 +228,11 @@ def _set_bits(wrapper: torch.Tensor, conj: bool, neg: bool) -> None:
 
 
 def shares_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors, which may be on the meta device, lie in one storage."""
+    """Return True if two tensors, also on meta, share a storage."""
     return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)
 
 
 def without_dispatch() -> contextlib.AbstractContextManager[None]:
-    """Inside, operators on ordinary tensors are not seen by ``__torch_dispatch__``, of modes or classes."""
+    """Skip ``__torch_dispatch__`` of modes and classes inside."""
     guard: contextlib.AbstractContextManager[None] = torch._C._DisableTorchDispatch()
     return guard

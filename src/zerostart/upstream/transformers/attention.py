@@ -1,11 +1,9 @@
-"""Private parts of transformers: how a model attends along its sequences, by its class and configuration."""
+"""Attention of a transformers model, by its class and configuration."""
 
 from __future__ import annotations
 
 import functools
 from typing import TYPE_CHECKING
-
-from torch import nn
 
 from zerostart.upstream.guard import Use, demand
 
@@ -31,30 +29,30 @@ TOUCHED = (
         "which document of a packed sequence a token is of",
     ),
 )
-#: Layers whose tokens see each other through attention alone.
+#: Types of layers in which only attention connects tokens.
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 @functools.cache
 def require() -> None:
-    """Raise UnsupportedVersionError unless everything that this file uses is there."""
+    """Raise UnsupportedVersionError unless attention is as expected."""
     demand(TOUCHED, "Use sequence_parallel=1")
 
 
 def implementation(model: PreTrainedModel) -> str:
-    """The name of the attention implementation of a model."""
+    """Return the name of the attention implementation of a model."""
     require()
     return str(model.config.get_text_config()._attn_implementation)
 
 
 def heads(model: PreTrainedModel) -> tuple[int, int]:
-    """Heads of queries, and of keys and values."""
+    """Return the number of query heads, and of key and value heads."""
     config: PreTrainedConfig = model.config.get_text_config()
     return config.num_attention_heads, config.num_key_value_heads
 
 
 def kinds(model: PreTrainedModel) -> frozenset[str]:
-    """The kinds of its layers, as the library's configurations name them."""
+    """Return the types of the layers, as in the configuration."""
     config: PreTrainedConfig = model.config.get_text_config()
     named = getattr(config, "layer_types", None)
     if named:
@@ -63,17 +61,17 @@ def kinds(model: PreTrainedModel) -> frozenset[str]:
 
 
 def obstacle(model: PreTrainedModel) -> str:
-    """Why no ranks can share the sequences of a model, after "it has", in words; empty if they can."""
+    """Return the reason against sequence parallelism, to follow "it has"; empty if none."""
     require()
     config: PreTrainedConfig = model.config.get_text_config()
-    causal = [m.is_causal for m in _modules(model) if isinstance(getattr(m, "is_causal", None), bool)]
-    others = sorted(kinds(model) - {_FULL, _SLIDING})
-    # Sinks are one parameter for each head, which a rank with a part of the heads would have all of.
+    causal = [m.is_causal for m in model.modules() if isinstance(getattr(m, "is_causal", None), bool)]
+    unsupported = sorted(kinds(model) - {_FULL, _SLIDING})
+    # Sinks are one parameter for all heads, but a rank has a part of the heads.
     names = {name.rpartition(".")[2] for name, _ in model.named_parameters()}
     reasons = {
         "an encoder beside its decoder": bool(getattr(model.config, "is_encoder_decoder", False)),
         "layers that carry a state from token to token": bool(model._is_stateful),
-        f"layers of type {', '.join(others)}": bool(others),
+        f"layers of type {', '.join(unsupported)}": bool(unsupported),
         "attention that does not go through transformers' interface": not model._supports_attention_backend,
         "attention that looks ahead": not causal or not all(causal),
         "latent attention, whose keys and values differ in size": hasattr(config, "kv_lora_rank"),
@@ -91,7 +89,3 @@ def packed_documents(positions: torch.Tensor) -> torch.Tensor | None:
 
     documents: torch.Tensor | None = find_packed_sequence_indices(positions)
     return documents
-
-
-def _modules(model: nn.Module) -> list[nn.Module]:
-    return list(model.modules())

@@ -1,4 +1,4 @@
-"""Private parts of transformers: what its ``DistributedConfig`` asks for, and its tensor-parallel styles."""
+"""``DistributedConfig`` and tensor-parallel styles of transformers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _FLAG = Use(
     "tp_plan, enable_expert_parallel, fsdp_size, pp_size)",
     "enable_expert_parallel without a size is noted",
 )
-_ASKED = Use(_CONFIG, "from_dict", "what a call of from_pretrained asks for")
+_PARSED = Use(_CONFIG, "from_dict", "what a call of from_pretrained asks for")
 _STYLES = Use("transformers.distributed.tensor_parallel", "ALL_PARALLEL_STYLES", "the registry of styles")
 _FORWARDS = Use(
     "transformers.distributed.tensor_parallel:TensorParallelLayer",
@@ -39,12 +39,12 @@ _FORWARDS = Use(
 
 @dataclass(frozen=True)
 class AxesAsked:
-    """What a ``DistributedConfig`` asks for, in the words of its newest release."""
+    """Axes of a ``DistributedConfig``, as in its newest release."""
 
-    #: Ranks that share experts; None for the flag alone, which leaves the number open.
+    #: Number of ranks that share experts; None if only the flag is set.
     experts: int | None
     tensors: int
-    #: Rules over the model's own; None for these alone.
+    #: Rules that override the model's own, or None.
     expert_plan: Mapping[str, str] | None
     tensor_plan: Mapping[str, str] | None
     data: int
@@ -54,12 +54,12 @@ class AxesAsked:
 
     @property
     def nothing(self) -> bool:
-        """Whether no axis has more than one rank."""
+        """True if no axis has more than one rank."""
         return (self.experts, self.tensors, self.data, self.replicas, self.stages) == (1, 1, 1, 1, 1)
 
 
 def _enter(stack: ExitStack) -> None:
-    demand((_FLAG, _ASKED), "zerostart.enabled() cannot translate distributed_config; use zerostart.load")
+    demand((_FLAG, _PARSED), "zerostart.enabled() cannot translate distributed_config; use zerostart.load")
     from transformers.distributed.configuration_utils import DistributedConfig
 
     wrap(stack, DistributedConfig, "__post_init__", _note_flag)
@@ -67,9 +67,9 @@ def _enter(stack: ExitStack) -> None:
 
 def _note_flag(original: Function, config: DistributedConfig) -> None:
     sizes = (config.tp_size, config.tp_plan, getattr(config, "ep_size", None))
-    alone = bool(config.enable_expert_parallel) and sizes == (None, None, None)
+    is_without_size = bool(config.enable_expert_parallel) and sizes == (None, None, None)
     original(config)
-    if alone:
+    if is_without_size:
         setattr(config, _ATTRIBUTE, True)
 
 
@@ -78,31 +78,31 @@ flag_notes = RefCountedPatches(_enter)
 
 
 def axes_asked(config: object) -> AxesAsked:
-    """What ``config``, a ``DistributedConfig`` or a dict of its fields, asks for."""
+    """Return the axes of a ``DistributedConfig`` or a dict of its fields."""
     from transformers.distributed.configuration_utils import DistributedConfig
 
-    made: DistributedConfig = DistributedConfig.from_dict(config) if isinstance(config, Mapping) else config
-    tensors, plan = made.tp_size or 1, made.tp_plan
-    sized = hasattr(made, "ep_size")
-    experts = made.ep_size or 1 if sized else (tensors if made.enable_expert_parallel else 1)
-    if getattr(made, _ATTRIBUTE, False):
+    parsed: DistributedConfig = DistributedConfig.from_dict(config) if isinstance(config, Mapping) else config
+    tensors, plan = parsed.tp_size or 1, parsed.tp_plan
+    sized = hasattr(parsed, "ep_size")
+    experts = parsed.ep_size or 1 if sized else (tensors if parsed.enable_expert_parallel else 1)
+    if getattr(parsed, _ATTRIBUTE, False):
         experts = None
-    elif made.enable_expert_parallel and not sized:
-        plan = {}  # Releases without a size of its own have the experts' plan in the place of the tensors'.
-    given = plan if isinstance(plan, Mapping) else None
-    others = {"fsdp_plan": None, "fsdp_cpu_offload": False, "fsdp_mixed_precision": False}
-    unserved = [name for name, default in others.items() if getattr(made, name, default) != default]
-    if getattr(made, "ep_implementation", "auto") not in ("auto", "all_to_all"):
+    elif parsed.enable_expert_parallel and not sized:
+        plan = {}  # Older releases use the plan of the experts instead.
+    rules = plan if isinstance(plan, Mapping) else None
+    defaults = {"fsdp_plan": None, "fsdp_cpu_offload": False, "fsdp_mixed_precision": False}
+    unserved = [name for name, default in defaults.items() if getattr(parsed, name, default) != default]
+    if getattr(parsed, "ep_implementation", "auto") not in ("auto", "all_to_all"):
         unserved.append("ep_implementation")
     return AxesAsked(
         experts,
-        # An empty plan applies no rule, however many ranks there are for it.
-        1 if given is not None and not given else tensors,
-        getattr(made, "ep_plan", None),
-        given or None,
-        made.fsdp_size or 1,
-        getattr(made, "dp_replicate_size", None) or 1,
-        made.pp_size or 1,
+        # An empty plan has no rule.
+        1 if rules is not None and not rules else tensors,
+        getattr(parsed, "ep_plan", None),
+        rules or None,
+        parsed.fsdp_size or 1,
+        getattr(parsed, "dp_replicate_size", None) or 1,
+        parsed.pp_size or 1,
         tuple(unserved),
     )
 
@@ -112,7 +112,7 @@ _REMEDY = "tensor_parallel needs a transformers whose styles zerostart knows; us
 
 @functools.cache
 def require_styles() -> None:
-    """Raise UnsupportedVersionError unless the styles are there."""
+    """Raise UnsupportedVersionError unless the styles are as expected."""
     demand((_STYLES, _FORWARDS), _REMEDY)
 
 
@@ -125,10 +125,10 @@ def _styles() -> Mapping[str, TensorParallelLayer]:
 
 
 def run_in_style(model: PreTrainedModel, module: nn.Module, style: str, mesh: DeviceMesh) -> None:
-    """Make ``module`` of ``model`` run over the tensor-parallel ``mesh``, with its parameters cut."""
+    """Run ``module`` with cut parameters over the tensor-parallel ``mesh``."""
     layer: TensorParallelLayer = _styles()[style]
     if style == "mla_kv_a_proj":
         owner: Any = module
-        # The style asks its module for the sizes of heads, and the plain Linear here has no configuration.
+        # The style reads the sizes of heads from its module's configuration.
         owner.config = model.config.get_text_config()
     layer.install_forward(module, mesh)

@@ -1,4 +1,4 @@
-"""Private parts of transformers: the seams of ``from_pretrained`` at which zerostart loads."""
+"""Load and fill models in ``from_pretrained`` of transformers."""
 
 from __future__ import annotations
 
@@ -25,37 +25,32 @@ if TYPE_CHECKING:
     from transformers.utils.loading_report import LoadStateDictInfo
 
 _MODEL = "transformers.modeling_utils:PreTrainedModel"
-_FROM_PRETRAINED = Use(
-    _MODEL,
-    "from_pretrained, get_init_context(dtype), _load_pretrained_model(model, state_dict, "
-    "checkpoint_files, load_config, expected_keys), _finalize_model_loading(model, load_config, "
-    "loading_info), transformers.modeling_utils:log_state_dict_report(*, model, "
-    "pretrained_model_name_or_path, ignore_mismatched_sizes, loading_info, logger)",
-    "zerostart builds without zero.Init",
-)
-_FROM_CONFIG = Use(_MODEL, "_from_config(config)", "a model that has no checkpoint starts in shards")
-_QUANTIZER = Use(
-    "transformers.modeling_utils",
-    "get_hf_quantizer, transformers.quantizers.auto:get_hf_quantizer(config, quantization_config)",
-    "a quantised checkpoint is dequantised",
-)
-_RESIZING = Use(
-    _MODEL,
-    "resize_token_embeddings",
-    "of the one model: embeddings that are in shards are whole while they are resized",
-)
-_CONFIGURED = Use(
-    "transformers.integrations.deepspeed",
-    "set_hf_deepspeed_config, unset_hf_deepspeed_config, _hf_deepspeed_config_weak_ref, "
-    "is_deepspeed_zero3_enabled",
-    "models are built as without a DeepSpeed configuration",
-)
 TOUCHED = (
-    _FROM_PRETRAINED,
-    _FROM_CONFIG,
-    _QUANTIZER,
-    _RESIZING,
-    _CONFIGURED,
+    Use(
+        _MODEL,
+        "from_pretrained, get_init_context(dtype), _load_pretrained_model(model, state_dict, "
+        "checkpoint_files, load_config, expected_keys), _finalize_model_loading(model, load_config, "
+        "loading_info), transformers.modeling_utils:log_state_dict_report(*, model, "
+        "pretrained_model_name_or_path, ignore_mismatched_sizes, loading_info, logger)",
+        "zerostart builds without zero.Init",
+    ),
+    Use(_MODEL, "_from_config(config)", "a model that has no checkpoint starts in shards"),
+    Use(
+        "transformers.modeling_utils",
+        "get_hf_quantizer, transformers.quantizers.auto:get_hf_quantizer(config, quantization_config)",
+        "a quantised checkpoint is dequantised",
+    ),
+    Use(
+        _MODEL,
+        "resize_token_embeddings",
+        "of the one model: embeddings that are in shards are whole while they are resized",
+    ),
+    Use(
+        "transformers.integrations.deepspeed",
+        "set_hf_deepspeed_config, unset_hf_deepspeed_config, _hf_deepspeed_config_weak_ref, "
+        "is_deepspeed_zero3_enabled",
+        "models are built as without a DeepSpeed configuration",
+    ),
     Use(
         "transformers.modeling_utils:LoadStateDictConfig",
         "transformers.modeling_utils:LoadStateDictConfig(*, device_map, device_mesh, hf_quantizer, "
@@ -73,12 +68,12 @@ TOUCHED = (
 
 @functools.cache
 def require() -> None:
-    """Raise UnsupportedVersionError unless the seams are there and look as expected."""
+    """Raise UnsupportedVersionError unless ``from_pretrained`` is as expected."""
     demand(TOUCHED, "zerostart.enabled() cannot take over its loading; use zerostart.load")
 
 
 def resize_by(model: PreTrainedModel, function: Callable[..., object]) -> None:
-    """Have ``model.resize_token_embeddings`` call ``function``, as long as the model lives."""
+    """Replace ``model.resize_token_embeddings`` by ``function``."""
     model.resize_token_embeddings = function
 
 
@@ -91,44 +86,44 @@ class _ZeRO3:
 def _configured(config: object) -> Iterator[None]:
     from transformers.integrations import deepspeed
 
-    def put(found: Any) -> None:
-        if found is None:
+    def set_config(value: Any) -> None:
+        if value is None:
             deepspeed.unset_hf_deepspeed_config()
         else:
-            deepspeed.set_hf_deepspeed_config(found)
+            deepspeed.set_hf_deepspeed_config(value)
 
     reference = deepspeed._hf_deepspeed_config_weak_ref
     before = None if reference is None else reference()
-    put(config)
+    set_config(config)
     try:
         yield
     finally:
-        put(before)
+        set_config(before)
 
 
 def without_zero3() -> AbstractContextManager[None]:
-    """Inside, transformers knows of no DeepSpeed configuration: what is built is not partitioned."""
+    """Hide the DeepSpeed configuration from transformers inside."""
     return _configured(None)
 
 
 @contextlib.contextmanager
 def knowing_partitions() -> Iterator[None]:
-    """Inside, methods of models gather partitions, also where no configuration tells of ZeRO-3."""
-    known = _ZeRO3()  # transformers refers to it weakly
-    with _configured(known):
+    """Let methods of models gather partitions inside."""
+    config = _ZeRO3()  # transformers keeps a weak reference
+    with _configured(config):
         yield
 
 
 class TransformersSeam(LoadingSeam):
-    """``from_pretrained`` and ``from_config`` of transformers; ``starting`` is asked as ``choose`` is."""
+    """Serves ``from_pretrained`` and, by ``starting``, ``from_config`` of transformers."""
 
     def __init__(
         self,
         choose: Callable[[type, dict[str, object]], Any],
         starting: Callable[[type, dict[str, object]], Any],
-        left: Callable[[PreTrainedModel], None],
+        skipped: Callable[[PreTrainedModel], None],
     ) -> None:
-        super().__init__(self._enter, choose, left)
+        super().__init__(self._enter, choose, skipped)
         self._starting = starting
 
     def _enter(self, stack: ExitStack) -> None:
@@ -197,7 +192,7 @@ class TransformersSeam(LoadingSeam):
         from transformers.utils.loading_report import LoadStateDictInfo
 
         missing, unexpected, mismatched = call.load(model, checkpoint_files, state_dict, load_config)
-        # What is built or read from here on, such as an adapter, is not of this call.
+        # Later models, such as an adapter, are not part of this call.
         call.model = model
         info = {
             "missing_keys": missing,
@@ -206,8 +201,8 @@ class TransformersSeam(LoadingSeam):
             "error_msgs": [],
             "conversion_errors": {},
         }
-        rest = set(LoadStateDictInfo.__dataclass_fields__) - set(info)
-        return LoadStateDictInfo(**info, **{name: set() for name in rest}), None
+        other_fields = set(LoadStateDictInfo.__dataclass_fields__) - set(info)
+        return LoadStateDictInfo(**info, **{name: set() for name in other_fields}), None
 
     def _finalize_model_loading(
         self,
@@ -235,10 +230,10 @@ def _is_part_of_another() -> bool:
     from transformers import PreTrainedModel
 
     probe, data = nn.Module(), torch.empty(0, device=torch.get_default_device())
-    probe.register_parameter("probe", nn.Parameter(data))  # which ``init_empty_weights`` replaces
+    probe.register_parameter("probe", nn.Parameter(data))  # ``init_empty_weights`` moves it to meta
     if probe.get_parameter("probe").device.type == "meta":
         return True
-    # On the CPU only the stack tells that the constructor of another model runs (two frames up).
+    # On the CPU, search the stack for the constructor of another model.
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         if frame.f_code.co_name == "__init__" and isinstance(frame.f_locals.get("self"), PreTrainedModel):

@@ -1,4 +1,4 @@
-"""Private parts of transformers: its loading core, and how it builds a model without weights."""
+"""Conversions, construction and initialisation of models in transformers."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ _DEVICE = Use(
 
 
 def is_pretrained(model: object) -> bool:
-    """Whether ``model`` is a transformers model (or class), without importing transformers to find out."""
+    """Return True for a transformers model (or class); imports nothing."""
     return is_of_class(model, _MODEL)
 
 
 def loading_core() -> ModuleType:
-    """The module ``transformers.core_model_loading``."""
+    """Return the module ``transformers.core_model_loading``."""
     need(_CONVERSIONS)
     from transformers import core_model_loading
 
@@ -76,7 +76,7 @@ def loading_core() -> ModuleType:
 def registered_conversions(
     model: PreTrainedModel, quantizer: HfQuantizer | None = None
 ) -> list[WeightTransform]:
-    """The ordered renamings and converters registered for ``model``, with a quantizer's operations if any."""
+    """Return the ordered renamings and converters of ``model`` and its quantizer."""
     need(_CONVERSIONS, _MAPPING)
     from transformers.conversion_mapping import get_model_conversion_mapping
 
@@ -85,16 +85,16 @@ def registered_conversions(
 
 
 def revert(model: PreTrainedModel, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The state dict under its hub names and shapes; works on meta and symbolic tensors."""
+    """Return a state dict with hub names and shapes; also for meta and symbolic tensors."""
     result: dict[str, torch.Tensor] = loading_core().revert_weight_conversion(model, dict(state_dict))
     return result
 
 
 def without_zero_init() -> AbstractContextManager[None]:
-    """Inside, no model is partitioned by ``zero.Init`` as it is built, whatever is configured."""
+    """Build models without ``zero.Init`` inside."""
     from transformers import modeling_utils
 
-    # Its end says that no zero.Init is open, whoever has opened one before.
+    # Its end would reset the flag of an outer context.
     within = modeling_utils._is_ds_init_called
     return contextlib.nullcontext() if within else modeling_utils.set_zero3_state()
 
@@ -117,8 +117,8 @@ def without_weights(dtype: torch.dtype, is_initialised: bool = False) -> Iterato
         with contextlib.ExitStack() as stack:
             if is_initialised and is_imported():
                 demand((_DEVICE, _CONTEXTS))
-            fits = is_imported() and _builds()
-            if fits:
+            is_known = is_imported() and _builds()
+            if is_known:
                 from transformers import initialization, modeling_utils
 
                 if is_initialised:
@@ -127,9 +127,9 @@ def without_weights(dtype: torch.dtype, is_initialised: bool = False) -> Iterato
                 else:
                     stack.enter_context(initialization.no_tie_weights())
                 stack.enter_context(without_zero_init())
-            # Before its guard, which puts linspace, whose values constructors read, back on the CPU.
+            # Before the guard, which keeps linspace on the CPU: constructors read its values.
             stack.enter_context(torch.device("meta"))
-            if fits:
+            if is_known:
                 stack.enter_context(initialization.meta_device_safe_creation_ops())
             yield
     finally:
@@ -142,13 +142,13 @@ def _builds() -> bool:
 
 
 def check_built(model: torch.nn.Module) -> None:
-    """Raise UnsupportedVersionError if ``model`` has parts of a transformers that is not as it has to be."""
+    """Raise UnsupportedVersionError if ``model`` is of an unknown transformers."""
     if any(map(is_pretrained, model.modules())):
         need(_CONTEXTS, _NESTED, _DECLARED)
 
 
 def dtype_plan(model: PreTrainedModel, dtype: torch.dtype) -> list[tuple[re.Pattern[str], torch.dtype]]:
-    """Patterns of parameters that the model keeps in another dtype than ``dtype``."""
+    """Return patterns of parameters with another dtype than ``dtype``."""
     plan: Mapping[str, torch.dtype] = model._get_dtype_plan(dtype)
     return [(_glob(pattern), kept) for pattern, kept in plan.items()]
 
@@ -158,10 +158,10 @@ def _glob(pattern: str) -> re.Pattern[str]:
 
 
 def ignorable(model: PreTrainedModel) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The model's own patterns of ignorable (missing, unexpected) names."""
+    """Return the model's patterns of ignorable (missing, unexpected) names."""
     missing = tuple(model._keys_to_ignore_on_load_missing or ())
     unexpected = tuple(model._keys_to_ignore_on_load_unexpected or ())
-    # Buffers that older releases stored: the library adds these two by itself.
+    # Older releases stored these buffers; the library ignores them too.
     buffers = [name for name, _ in model.named_buffers()]
     if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
         unexpected += (r"rotary_emb\.inv_freq",)
@@ -171,7 +171,7 @@ def ignorable(model: PreTrainedModel) -> tuple[tuple[str, ...], tuple[str, ...]]
 
 
 def ignorable_on_save(model: PreTrainedModel) -> tuple[str, ...]:
-    """Names that the model itself leaves out of what it saves."""
+    """Return the names that the model does not save."""
     return tuple(model._keys_to_ignore_on_save or ())
 
 
@@ -182,15 +182,15 @@ def parallel_rules(model: PreTrainedModel, axis: str) -> dict[str, str]:
 
 
 def mark_loaded(tensor: torch.Tensor) -> None:
-    """Tell the model's initialiser to leave ``tensor`` alone; a plain tensor just carries the mark."""
+    """Make the model's initialiser skip ``tensor``."""
     marked: Any = tensor
     marked._is_hf_initialized = True
 
 
 def keep_conversions(model: PreTrainedModel, conversions: Sequence[object]) -> None:
-    """Leave the conversions that matched where ``save_pretrained`` looks for what to reverse.
+    """Store the used conversions, which ``save_pretrained`` reverses.
 
-    Not that of mxfp4: reversed, it names bf16 experts ``..._blocks``, which no model takes as weights.
+    Omit that of mxfp4: reversed, it would name bf16 experts ``..._blocks``.
     """
     model._weight_conversions = [c for c in conversions if not _is_of_mxfp4(c)]
 
@@ -201,110 +201,110 @@ def _is_of_mxfp4(conversion: object) -> bool:
 
 
 def keep_outputs(model: torch.nn.Module) -> None:
-    """Have models in ``model`` find what they can record beside their output, whatever class they are."""
+    """Register the recordable outputs of models in ``model`` for their present classes."""
     from transformers import modeling_utils
 
     for module in model.modules():
         if is_pretrained(module):
-            # Not by its item: the registry would make the keys, which are the names of the classes, itself.
+            # The registry's own ``__setitem__`` changes the keys.
             registry: dict[str, object] = modeling_utils._CAN_RECORD_REGISTRY
             dict.__setitem__(registry, str(type(module)), module._can_record_outputs)
 
 
 def tied_names(model: PreTrainedModel) -> dict[str, str]:
-    """Tied names and the name that each is tied to, as the model's class and configuration say."""
+    """Return the tied names of the model, each with its source."""
     names: dict[str, str] = model.all_tied_weights_keys
     return names
 
 
 def tie(model: PreTrainedModel, missing: set[str]) -> None:
-    """Tie what the model ties; of a pair the name that is not in ``missing`` is the one that stays."""
-    # transformers calls a checkpoint without any name of a tie corrupt, so their source counts as there.
+    """Tie the tensors of the model; a name that is not ``missing`` is the source."""
+    # transformers refuses a checkpoint without any name of a tie: treat the source as present.
     ties: Mapping[str, str] = model.all_tied_weights_keys
-    there = {source for target, source in ties.items() if target not in missing}
-    lacking = {source for source in ties.values() if source in missing and source not in there}
+    present = {source for target, source in ties.items() if target not in missing}
+    lacking = {source for source in ties.values() if source in missing and source not in present}
     model.tie_weights(missing_keys=missing - lacking, recompute_mapping=False)
 
 
 def initialise(model: PreTrainedModel) -> None:
-    """Run the model's own initialiser on every parameter and buffer not marked as loaded."""
+    """Initialise all parameters and buffers that are not marked as loaded."""
     model.initialize_weights()
 
 
 def override_plans(
     model: PreTrainedModel, experts: Mapping[str, str] | None, tensors: Mapping[str, str] | None
 ) -> None:
-    """Put rules over those of ``model``, on meta. Raises ConfigError for one that names nothing there."""
+    """Override plans of ``model``; raises ConfigError for an unknown name."""
     if experts is not None:
-        model._ep_plan = _merged(model, "ep_plan", model._ep_plan, experts)
+        model._ep_plan = _merge_rules(model, "ep_plan", model._ep_plan, experts)
     if tensors is not None:
-        model._tp_plan = _merged(model, "tp_plan", model._tp_plan, tensors)
+        model._tp_plan = _merge_rules(model, "tp_plan", model._tp_plan, tensors)
 
 
-def _merged(
-    model: torch.nn.Module, what: str, own: Mapping[str, str] | None, rules: Mapping[str, str]
+def _merge_rules(
+    model: torch.nn.Module, field: str, own_rules: Mapping[str, str] | None, rules: Mapping[str, str]
 ) -> dict[str, str]:
-    declared = dict(own or {})
+    declared = dict(own_rules or {})
     named = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
-    known = {*declared, *named, *(re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in named)}
-    unknown = sorted(rules.keys() - known)
+    valid_names = {*declared, *named, *(re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in named)}
+    unknown = sorted(rules.keys() - valid_names)
     if unknown:
         raise ConfigError(
-            f"{what} of the distributed_config names {unknown[0]}, which {type(model).__name__} does not "
+            f"{field} of the distributed_config names {unknown[0]}, which {type(model).__name__} does not "
             "have; leave it out"
         )
     return {**declared, **rules}
 
 
-def show_experts(model: PreTrainedModel) -> None:
-    """Have ``model`` say that its experts are shared out, as releases that know ``has_ep`` do."""
+def mark_expert_parallel(model: PreTrainedModel) -> None:
+    """Set ``model.has_ep``: ranks share its experts."""
     model.has_ep = True
 
 
 def is_configuration(value: object) -> bool:
-    """Whether ``value`` is a transformers configuration, without importing transformers to find out."""
+    """Return True for a transformers configuration; imports nothing."""
     return is_of_class(type(value), "transformers.configuration_utils:PreTrainedConfig")
 
 
 _MODULE = "transformers.dynamic_module_utils"
-_SECONDS = Use(
+_QUESTION = Use(
     _MODULE,
     "TIME_OUT_REMOTE_CODE, resolve_trust_remote_code(trust_remote_code)",
     "code of a checkpoint is refused where a question on the terminal would ask whether to run it",
 )
 CODE_TOUCHED = (
-    _SECONDS,
+    _QUESTION,
     Use(_MODULE, "get_class_from_dynamic_module", "the class of a model in the code beside its checkpoint"),
 )
 
 
 @contextlib.contextmanager
 def unasked() -> Iterator[None]:
-    """Have transformers refuse code of a checkpoint where it would ask on the terminal whether to run it."""
-    if misfit((_SECONDS,)):
+    """Refuse code of a checkpoint instead of asking on the terminal."""
+    if misfit((_QUESTION,)):
         yield
         return
-    # Imported here: else it would ask where nothing of transformers has been used before.
+    # Import it, in case nothing of transformers has been used before.
     module = importlib.import_module(_MODULE)
     with replaced(module, "TIME_OUT_REMOTE_CODE", 0):
         yield
 
 
 def class_beside(config: PreTrainedConfig, root: str) -> type | None:
-    """Return the class of the model in the code in ``root``, which runs; only for trusted checkpoints."""
+    """Run code in ``root`` and return its model class; only for trusted checkpoints."""
     named = getattr(config, "auto_map", None)
     if not isinstance(named, dict):
         return None
-    wanted = list(getattr(config, "architectures", None) or ())
+    architectures = list(getattr(config, "architectures", None) or ())
     classes = {key: value for key, value in named.items() if key.startswith("AutoModel")}
-    fitting = [v for v in classes.values() if isinstance(v, str) and v.rpartition(".")[2] in wanted]
+    fitting = [v for v in classes.values() if isinstance(v, str) and v.rpartition(".")[2] in architectures]
     reference = next(iter(fitting or [v for v in classes.values() if isinstance(v, str)]), None)
     if reference is None:
         return None
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-    found = get_class_from_dynamic_module(reference, root)
-    return found if isinstance(found, type) else None
+    kind = get_class_from_dynamic_module(reference, root)
+    return kind if isinstance(kind, type) else None
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Private parts of transformers: its quantizers, used to dequantise a checkpoint while it is read."""
+"""Dequantise a checkpoint with the quantizers of transformers."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ if TYPE_CHECKING:
     from transformers.core_model_loading import ConversionOps, WeightTransform
     from transformers.quantizers.base import HfQuantizer
 
-_DEQUANTISED = Use(
-    "transformers.quantizers.base:HfQuantizer",
-    "update_weight_conversions, "
-    "transformers.integrations.finegrained_fp8:Fp8Dequantize._dequantize_one(quantized, scales, *, "
-    "output_dtype), .quantization_config",
-    "of the one quantizer: its weights are dequantised while they are read",
-)
 TOUCHED = (
-    _DEQUANTISED,
+    Use(
+        "transformers.quantizers.base:HfQuantizer",
+        "update_weight_conversions, "
+        "transformers.integrations.finegrained_fp8:Fp8Dequantize._dequantize_one(quantized, scales, *, "
+        "output_dtype), .quantization_config",
+        "of the one quantizer: its weights are dequantised while they are read",
+    ),
     Use(
         "transformers.quantizers.base:HfQuantizer",
         "get_weight_conversions, remove_quantization_config, preprocess_model(*, model, dtype), "
@@ -41,10 +40,10 @@ def dequantizer(quantization: Mapping[str, object], source: str) -> HfQuantizer:
     method = quantization.get("quant_method", "unknown")
     try:
         quantizer = AutoHfQuantizer.from_config(dict(quantization), pre_quantized=True)
-        known = hasattr(quantizer.quantization_config, "dequantize")
-        if known:
+        can_dequantise = hasattr(quantizer.quantization_config, "dequantize")
+        if can_dequantise:
             quantizer.quantization_config.dequantize = True
-        operations = _dequantising(quantizer.get_weight_conversions()) if known else []
+        operations = _dequantising(quantizer.get_weight_conversions()) if can_dequantise else []
     except (ImportError, ValueError, TypeError, AttributeError) as error:
         raise BuildError(f"{source} is quantised ({method}), and transformers refuses it: {error}") from error
     if not operations:
@@ -60,8 +59,8 @@ def dequantizer(quantization: Mapping[str, object], source: str) -> HfQuantizer:
 
 
 def dequantise(config: PreTrainedConfig) -> None:
-    """Have the library dequantise, while it loads, what a configuration says is quantised."""
-    # Of a model with several parts the text's own configuration may be the one that is quantised.
+    """Make the library dequantise the weights of a configuration while it loads."""
+    # In a composite model the text configuration may be the quantised one.
     text = config.get_text_config(decoder=True)
     owner = next((c for c in (config, text) if getattr(c, "quantization_config", None) is not None), None)
     if owner is None:
@@ -76,14 +75,14 @@ def dequantise(config: PreTrainedConfig) -> None:
 
 
 def method_of(quantizer: HfQuantizer) -> str:
-    """The name of the method with which the weights that ``quantizer`` is for are quantised."""
+    """Return the name of the quantisation method."""
     method = quantizer.quantization_config.quant_method
     return str(getattr(method, "value", method))
 
 
 def _dequantising(conversions: Iterable[WeightTransform]) -> list[ConversionOps]:
-    found = [op for conversion in conversions for op in getattr(conversion, "operations", ())]
-    return [op for op in found if getattr(op, "hf_quantizer", None) is not None]
+    operations = [op for conversion in conversions for op in getattr(conversion, "operations", ())]
+    return [op for op in operations if getattr(op, "hf_quantizer", None) is not None]
 
 
 def _mend_blocks(quantizer: HfQuantizer, block: tuple[int, int]) -> None:
@@ -102,15 +101,15 @@ def _mend_blocks(quantizer: HfQuantizer, block: tuple[int, int]) -> None:
 
 
 def prepare(quantizer: HfQuantizer, model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """What the library does to a model on meta before it dequantises; the configuration is plain after."""
+    """Prepare a model on meta for dequantised weights; its configuration becomes plain."""
     quantizer.preprocess_model(model=model, dtype=dtype, device_map=None, checkpoint_files=None)
     quantizer.remove_quantization_config(model)
 
 
 def _with_cut_blocks(operation: type[ConversionOps], block: tuple[int, int]) -> type[ConversionOps]:
-    """Dequantise fp8 weights whose last blocks are cut off, such as DeepSeek-V3's ``kv_a_proj_with_mqa``.
+    """Dequantise fp8 weights with incomplete last blocks, as in DeepSeek-V3.
 
-    The library takes the wrong block size; this follows ``weight_dequant_kernel`` of the model's release.
+    The library uses the wrong block size; this follows ``weight_dequant_kernel`` of the model's release.
     """
 
     class CutBlocks(operation):  # type: ignore[misc]  # the base is untyped
@@ -118,12 +117,11 @@ def _with_cut_blocks(operation: type[ConversionOps], block: tuple[int, int]) -> 
             self, quantized: torch.Tensor, scales: torch.Tensor, output_dtype: torch.dtype | None = None
         ) -> torch.Tensor:
             rows, columns = quantized.shape[-2:]
-            cut = rows % block[0] or columns % block[1]
+            is_cut = rows % block[0] or columns % block[1]
             grid = (-(-rows // block[0]), -(-columns // block[1]))
-            if not cut or quantized.element_size() != 1 or tuple(scales.shape[-2:]) != grid:
-                made: torch.Tensor = super()._dequantize_one(quantized, scales, output_dtype)
-                return made
-            # Each scale over its block, then cut to the weight.
+            if not is_cut or quantized.element_size() != 1 or tuple(scales.shape[-2:]) != grid:
+                whole: torch.Tensor = super()._dequantize_one(quantized, scales, output_dtype)
+                return whole
             spread = scales.to(torch.float32).unsqueeze(-1).unsqueeze(-3)
             spread = spread.expand(*spread.shape[:-4], spread.shape[-4], block[0], spread.shape[-2], block[1])
             spread = spread.reshape(

@@ -1,4 +1,4 @@
-"""TRL's synchronisation of weights with vLLM: its ``VLLMGeneration``, and the client of its server mode."""
+"""Synchronise weights of TRL with vLLM, within the process or by its server."""
 
 from __future__ import annotations
 
@@ -17,27 +17,28 @@ from zerostart.upstream.patches import RefCountedPatches, enter_when_imported, w
 logger = logging.getLogger("zerostart")
 
 _MODULE = "trl.generation.vllm_generation"
-_SYNC = Use(
-    "trl.generation.vllm_generation:VLLMGeneration",
-    "sync_weights, _init_vllm, .model, .mode, .llm, .vllm_client, ._llm_weights_sleeping",
-    "the weights of a sharded model go to vLLM without a gather",
+TOUCHED = (
+    Use(
+        "trl.generation.vllm_generation:VLLMGeneration",
+        "sync_weights, _init_vllm, .model, .mode, .llm, .vllm_client, ._llm_weights_sleeping",
+        "the weights of a sharded model go to vLLM without a gather",
+    ),
+    Use(
+        "trl.generation.vllm_client:VLLMClient",
+        "init_communicator(device), get_server_info, .base_url",
+        "a server whose workers zerostart serves needs no group of NCCL",
+    ),
 )
-_CONNECT = Use(
-    "trl.generation.vllm_client:VLLMClient",
-    "init_communicator(device), get_server_info, .base_url",
-    "a server whose workers zerostart serves needs no group of NCCL",
-)
-TOUCHED = (_SYNC, _CONNECT)
 
 
 def backend_of(client: Any) -> str | None:
-    """By which engine the workers of a server take weights; None where it was started without one."""
+    """Return the weight transfer engine of a server, or None."""
     transfer = client.get_server_info()["weight_transfer_config"]
     return None if transfer is None else str(transfer["backend"])
 
 
 def wake(generation: Any) -> None:
-    """Have an engine that sleeps between generations make room for its weights, as TRL does before a sync."""
+    """Wake a sleeping engine, as TRL does before it sends weights."""
     if generation.mode == "colocate" and generation._llm_weights_sleeping:
         if torch.accelerator.is_available():
             torch.accelerator.empty_cache()

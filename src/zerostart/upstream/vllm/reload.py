@@ -1,4 +1,4 @@
-"""vLLM's layer-wise reload, one layer at a time, for weights that no weight loader copies."""
+"""Fill and pack one layer of a vLLM model at a time, without a weight loader."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def require() -> None:
 
 
 class Layer:
-    """One layer of a vLLM model, and what its parameters were like before vLLM packed them."""
+    """Layer of a vLLM model, with the shapes of its parameters before packing."""
 
     def __init__(self, layer: nn.Module) -> None:
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
@@ -52,19 +52,19 @@ class Layer:
         self._info = get_layerwise_info(layer)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Its own parameters and buffers, as they are now."""
+        """Return the layer's own parameters and buffers."""
         both = (*self.module._parameters.items(), *self.module._buffers.items())
         return {name: tensor for name, tensor in both if tensor is not None}
 
     @property
     def packed(self) -> bool:
-        """Whether vLLM makes something else of its weights after a load."""
+        """True if vLLM packs the weights after a load."""
         from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
         return isinstance(getattr(self.module, "quant_method", None), QuantizeMethodBase)
 
     def to_meta(self) -> None:
-        """Put what a load fills, on meta, in the place of what the layer computes with."""
+        """Replace the packed tensors by unpacked ones on meta."""
         from vllm.model_executor.model_loader.reload import meta
 
         self._info.kernel_tensors = (
@@ -75,7 +75,7 @@ class Layer:
         meta.restore_layer_on_meta(self.module, self._info)
 
     def materialise(self) -> dict[str, torch.Tensor]:
-        """Memory for what is on meta; gives what the layer computes with meanwhile, by name."""
+        """Allocate the unpacked tensors; return the packed ones by name."""
         from vllm.model_executor.model_loader.reload import meta
 
         meta.materialize_layer(self.module, self._info)
@@ -90,13 +90,13 @@ class Layer:
         self._info.reset()
 
     def pack(self) -> None:
-        """Have vLLM make of the weights what the layer computes with, in the memory of before."""
+        """Pack the weights into the memory of the old packed tensors."""
         from vllm.model_executor.model_loader.reload import layerwise
 
         if self._is_dropped() and not misfit((_LATENT,)):
-            self._info.reset()  # `finish_attention` packs it, and drops it again
+            self._info.reset()  # `finish_attention` packs it
             return
-        with _packing_experts_anew(getattr(self.module, "quant_method", None)):
+        with _pack_experts_again(getattr(self.module, "quant_method", None)):
             layerwise._layerwise_process(self.module, self._info)
 
     def _is_dropped(self) -> bool:
@@ -105,13 +105,13 @@ class Layer:
         return dropped and bool(getattr(self.module, "_cpu_skip_gemm_dispatch", False))
 
     def pack_in_place(self) -> None:
-        """Have vLLM pack weights that stay where they are, since they are another layer's."""
+        """Pack shared weights of another layer in place."""
         self.module.quant_method.process_weights_after_loading(self.module)
 
 
 @contextmanager
-def _packing_experts_anew(method: Any) -> Iterator[None]:
-    """Pack experts on a CPU as at their first load; vLLM copies into the parameters of their old kernel."""
+def _pack_experts_again(method: Any) -> Iterator[None]:
+    """Pack experts on a CPU inside as at their first load."""
     from vllm.platforms import current_platform
 
     kernel = getattr(method, "moe_kernel", None)
@@ -127,7 +127,7 @@ def _packing_experts_anew(method: Any) -> Iterator[None]:
 
 
 def layers_of(model: nn.Module) -> Iterator[tuple[str, Layer]]:
-    """The modules of a model that have tensors of their own, each once, under its first name and a dot."""
+    """Yield each module with own tensors, under its first name and a dot."""
     for name, module in model.named_modules():
         layer = Layer(module)
         if layer.tensors():
@@ -135,19 +135,19 @@ def layers_of(model: nn.Module) -> Iterator[tuple[str, Layer]]:
 
 
 def tied(model: nn.Module) -> set[str]:
-    """Names under which a tensor is there a second time."""
+    """Return the second and later names of shared tensors."""
     first: dict[int, str] = {}
-    found = set()
+    names = set()
     for prefix, layer in layers_of(model):
         for name, tensor in layer.tensors().items():
             if first.setdefault(id(tensor), prefix + name) != prefix + name:
-                found.add(prefix + name)
-    return found
+                names.add(prefix + name)
+    return names
 
 
 @contextmanager
 def on_meta(model: nn.Module) -> Iterator[Mapping[str, torch.Tensor]]:
-    """Yield the tensors that a load fills, on meta, by name; what vLLM keeps real then is real here."""
+    """Yield the unpacked tensors on meta by name."""
     swapped: dict[str, Layer] = {}
     with torch.no_grad():
         try:
@@ -167,16 +167,16 @@ def on_meta(model: nn.Module) -> Iterator[Mapping[str, torch.Tensor]]:
 
 
 def cast_biases(layer: Layer) -> list[str]:
-    """Biases of which a kernel keeps another dtype than that of a load."""
-    wanted = getattr(layer.module, "params_dtype", None)
+    """Return biases whose kernel has another dtype than a load."""
+    dtype = getattr(layer.module, "params_dtype", None)
     bias = layer.module._parameters.get("bias")
-    return ["bias"] if bias is not None and wanted is not None and bias.dtype != wanted else []
+    return ["bias"] if bias is not None and dtype is not None and bias.dtype != dtype else []
 
 
 def _show_cast(layer: Layer, name: str) -> None:
     before: Any = layer.module._parameters[name]
     shown: Any = torch.empty_like(before.data, dtype=layer.module.params_dtype, device="meta")
-    # As vLLM makes its tensors on meta: class and attributes, which loaders ask for, are the parameter's.
+    # Loaders need the class and attributes of the parameter.
     shown.__class__ = before.__class__
     shown.__dict__ = before.__dict__.copy()
     delattr(layer.module, name)
@@ -184,7 +184,7 @@ def _show_cast(layer: Layer, name: str) -> None:
 
 
 def finish_attention(model: nn.Module, dtype: torch.dtype) -> None:
-    """Have attention layers make anew what they make of other layers' weights (latent attention does)."""
+    """Update tensors that attention layers derive from other layers' weights."""
     from vllm.model_executor.layers.attention import is_deferred_attention_layer
 
     modules: list[Any] = [*model.modules()]
