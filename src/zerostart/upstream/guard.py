@@ -173,9 +173,7 @@ def _warn_of_newer_releases() -> None:
         logger.warning(
             "newer than the versions that zerostart was tested with: %s. The parts checked so far are "
             "compatible; run `zerostart env --check` to check all parts",
-            ", ".join(
-                f"{library.name} {library.running()} (known: {library.specifier})" for library in newer
-            ),
+            ", ".join(f"{each.name} {each.running()} (known: {each.specifier})" for each in newer),
         )
 
 

@@ -86,7 +86,8 @@ _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 TOUCHED = (
     Use(
         _ENGINE,
-        "_configure_optimizer(client_optimizer, model_parameters), _configure_zero_optimizer, .has_moe_layers",
+        "_configure_optimizer(client_optimizer, model_parameters), _configure_zero_optimizer, "
+        ".has_moe_layers",
         "its groups are of experts or of others",
     ),
 )
