@@ -90,7 +90,7 @@ def test_a_misfit_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", "2.20.0")
     assert misfit((fitting,)) == ""
     monkeypatch.setattr(torch, "__version__", "2.10.1")
-    assert misfit((fitting,)).startswith("torch 2.10.1 is installed. This is torch 2.10.1; zerostart knows")
+    assert misfit((fitting,)).startswith("torch 2.10.1 is installed. This is torch 2.10.1; install a known")
     # A build without a number: the names decide.
     monkeypatch.setattr(torch, "__version__", "main-a1b2")
     assert misfit((fitting,)) == ""
