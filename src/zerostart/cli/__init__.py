@@ -68,7 +68,7 @@ def application() -> typer.Typer:
         module = importlib.import_module(f"zerostart.cli.{_MODULES.get(name, name)}")
         command = getattr(module, name if name in _MODULES else "command")
         settings = getattr(module, "CONTEXT", None)
-        register = app.command(name, epilog=_epilog(examples), context_settings=settings)
+        register = app.command(name, epilog=_format_examples(examples), context_settings=settings)
         register(_guard(command))
     return app
 
@@ -98,7 +98,7 @@ def is_command(word: str) -> bool:
     return word in _COMMANDS
 
 
-def _epilog(examples: Sequence[str]) -> str:
+def _format_examples(examples: Sequence[str]) -> str:
     title = "Example:" if len(examples) == 1 else "Examples:"
     return "\n".join(["\b", title, *(f"  zerostart {example}" for example in examples)])
 
@@ -131,7 +131,7 @@ def _guard(command: Callable[..., Any]) -> Callable[..., Any]:
         except ZerostartError as error:
             if os.environ.get("ZEROSTART_TRACEBACK"):
                 traceback.print_exc()
-            print(f"error: {_one_line(error)}", file=sys.stderr)
+            print(f"error: {_join_lines(error)}", file=sys.stderr)
             # Logs and programs get one line; a person at a terminal also gets a link.
             if sys.stderr.isatty():
                 print(f"see {error.help_url}", file=sys.stderr)
@@ -143,5 +143,5 @@ def _guard(command: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _one_line(error: ZerostartError) -> str:
+def _join_lines(error: ZerostartError) -> str:
     return " ".join(str(error).split())

@@ -60,8 +60,8 @@ def _collect(check: bool) -> dict[str, Any]:
     installed = {library.name: library.installed() for library in LIBRARIES}
     uses = [use for use in declared_uses() if installed[use.library.name]] if check else []
     return {
-        "installed": {"zerostart": _version("zerostart"), **installed}
-        | {name: _version(name) for name in _FURTHER_LIBRARIES},
+        "installed": {"zerostart": _installed_version("zerostart"), **installed}
+        | {name: _installed_version(name) for name in _FURTHER_LIBRARIES},
         "supported": {
             library.name: {
                 "range": library.specifier,
@@ -71,22 +71,23 @@ def _collect(check: bool) -> dict[str, Any]:
             for library in LIBRARIES
         },
         "uses": [
-            {"owner": use.owner, "names": use.names, "why": use.why, "misfit": _misfit(use)} for use in uses
+            {"owner": use.owner, "names": use.names, "why": use.why, "misfit": _find_misfit(use)}
+            for use in uses
         ],
-        "devices": _devices(check),
+        "devices": _list_devices(check),
         "python": platform.python_version(),
         "platform": platform.platform(),
     }
 
 
-def _version(name: str) -> str | None:
+def _installed_version(name: str) -> str | None:
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
 
 
-def _misfit(use: Use) -> str:
+def _find_misfit(use: Use) -> str:
     from zerostart.upstream.versions import DEEPSPEED
 
     with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints its findings
@@ -101,7 +102,7 @@ def _misfit(use: Use) -> str:
             return f"{use.library.name} cannot be imported: {error}"
 
 
-def _devices(check: bool) -> dict[str, object]:
+def _list_devices(check: bool) -> dict[str, object]:
     from zerostart.distributed.machine import available_memory, cores
 
     usable = None
@@ -112,25 +113,25 @@ def _devices(check: bool) -> dict[str, object]:
     return {
         "cores": cores(),
         "available_memory_bytes": available_memory(),
-        "accelerators": [_model(gpu) for gpu in sorted(_GPUS.glob("*/information"))],
+        "accelerators": [_read_gpu_name(gpu) for gpu in sorted(_GPUS.glob("*/information"))],
         "usable": usable,
     }
 
 
-def _model(information: Path) -> str:
+def _read_gpu_name(information: Path) -> str:
     """Return the GPU's name in a file of NVIDIA's driver."""
     lines = information.read_text(encoding="utf-8", errors="replace").splitlines()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("Model:")), "unknown")
 
 
-def _verdict(facts: dict[str, Any]) -> str:
+def _summarise(facts: dict[str, Any]) -> str:
     versions = {name: version for name, version in facts["installed"].items() if version is not None}
     misfits = [use for use in facts["uses"] if use["misfit"]]
     compared = len(facts["uses"])
     if not misfits:
         return f"zerostart works here: all {compared} places that it builds on are as known"
     libraries = ", ".join(
-        f"{name} {versions[name]}" for name in dict.fromkeys(_library(use) for use in misfits)
+        f"{name} {versions[name]}" for name in dict.fromkeys(_library_of(use) for use in misfits)
     )
     return f"zerostart does not fit {libraries}: {len(misfits)} of {compared} places differ, named at the end"
 
@@ -146,21 +147,21 @@ def _print(facts: dict[str, Any], check: bool) -> None:
     memory = f"{decimal(devices['available_memory_bytes'])} of memory left"
     if check:
         wrong = any(use["misfit"] for use in facts["uses"])
-        typer.secho(_verdict(facts), fg="red" if wrong else "green")
+        typer.secho(_summarise(facts), fg="red" if wrong else "green")
     typer.echo(f"Python {facts['python']}, {facts['platform']}")
     typer.echo(f"{devices['cores']:g} cores, {memory}, {accelerators}")
-    Console(highlight=False).print(_libraries(facts))
+    Console(highlight=False).print(_make_table(facts))
     for use in facts["uses"]:
         if use["misfit"]:
             typer.secho(f"{use['misfit']} ({use['why']})", fg="red")
 
 
-def _library(use: dict[str, Any]) -> str:
+def _library_of(use: dict[str, Any]) -> str:
     owner: str = use["owner"]
     return owner.replace(":", ".").partition(".")[0]
 
 
-def _libraries(facts: dict[str, Any]) -> Table:
+def _make_table(facts: dict[str, Any]) -> Table:
     from rich.table import Table
     from rich.text import Text
 

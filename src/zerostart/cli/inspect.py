@@ -38,7 +38,7 @@ def inspect(
     path = None if scheme_of(source) else resolve_source(source)
     models = components(path) if path is not None and path.is_dir() else None
     if models is not None:
-        described = [_describe(component) for component in models]
+        described = [_describe_component(component) for component in models]
         if as_json:
             print(dump_json({"root": str(path), "components": described}, indent=1))
         else:
@@ -47,21 +47,21 @@ def inspect(
     catalog = open_catalog(source)
     config = read_config(catalog.root) or {} if catalog.root else {}
     if as_json:
-        print(dump_json(_document(catalog, config), indent=1))
+        print(dump_json(_describe_catalog(catalog, config), indent=1))
     else:
         _print_summary(catalog, config)
 
 
-def _architectures(config: dict[str, Any]) -> list[str]:
+def _list_architectures(config: dict[str, Any]) -> list[str]:
     named = config.get("architectures", [config["_class_name"]] if "_class_name" in config else None)
     return [str(name) for name in named] if isinstance(named, list) else []
 
 
-def _largest(catalog: Catalog, count: int) -> list[TensorEntry | Assembled]:
+def _find_largest(catalog: Catalog, count: int) -> list[TensorEntry | Assembled]:
     return sorted(catalog.weights.values(), key=lambda entry: (-entry.nbytes, entry.name))[:count]
 
 
-def _by_dtype(catalog: Catalog) -> dict[str, dict[str, int]]:
+def _count_by_dtype(catalog: Catalog) -> dict[str, dict[str, int]]:
     tensors, elements, size = Counter[str](), Counter[str](), Counter[str]()
     for entry in catalog.weights.values():
         tensors[entry.dtype] += 1
@@ -74,14 +74,14 @@ def _by_dtype(catalog: Catalog) -> dict[str, dict[str, int]]:
     }
 
 
-def _names(catalog: Catalog) -> list[str]:
+def _list_files(catalog: Catalog) -> list[str]:
     return [file.removeprefix(catalog.place).lstrip("/") for file in catalog.files]
 
 
-def _document(catalog: Catalog, config: dict[str, Any]) -> dict[str, Any]:
-    names = _names(catalog)
+def _describe_catalog(catalog: Catalog, config: dict[str, Any]) -> dict[str, Any]:
+    names = _list_files(catalog)
     entries = list(catalog.weights.values())
-    largest = _largest(catalog, 1)
+    largest = _find_largest(catalog, 1)
     return {
         "root": catalog.place,
         "files": names,
@@ -89,11 +89,11 @@ def _document(catalog: Catalog, config: dict[str, Any]) -> dict[str, Any]:
         "tensor_count": len(entries),
         "parameters": sum(entry.numel for entry in entries),
         "checkpoint_bytes": catalog.nbytes,
-        "dtypes": _by_dtype(catalog),
+        "dtypes": _count_by_dtype(catalog),
         "largest_tensor": largest[0].name if largest else None,
         "largest_tensor_bytes": largest[0].nbytes if largest else 0,
         "model_type": config.get("model_type"),
-        "architectures": _architectures(config),
+        "architectures": _list_architectures(config),
         "metadata": dict(catalog.metadata),
         "tensors": [
             {
@@ -115,11 +115,11 @@ def _print_summary(catalog: Catalog, config: dict[str, object]) -> None:
 
     facts = {
         "checkpoint": catalog.place,
-        "architecture": ", ".join(_architectures(config)) or "not stated",
+        "architecture": ", ".join(_list_architectures(config)) or "not stated",
         "files": f"{len(catalog.files):,}",
         "tensors": f"{len(catalog.weights):,}",
         "parameters": f"{sum(entry.numel for entry in catalog.weights.values()):,}",
-        "bytes": f"{catalog.nbytes:,} ({readable(catalog.nbytes)})",
+        "bytes": f"{catalog.nbytes:,} ({format_bytes(catalog.nbytes)})",
     }
     for name, value in facts.items():
         print(f"{name:<12}  {printable(value)}")
@@ -127,16 +127,16 @@ def _print_summary(catalog: Catalog, config: dict[str, object]) -> None:
         "By element type",
         ("dtype", "tensors", "parameters", "bytes"),
         [
-            (dtype, f"{counts['tensors']:,}", f"{counts['parameters']:,}", readable(counts["bytes"]))
-            for dtype, counts in _by_dtype(catalog).items()
+            (dtype, f"{counts['tensors']:,}", f"{counts['parameters']:,}", format_bytes(counts["bytes"]))
+            for dtype, counts in _count_by_dtype(catalog).items()
         ],
     )
     _print_table(
         "Largest tensors",
         ("tensor", "dtype", "shape", "bytes"),
         [
-            (entry.name, entry.dtype, str(list(entry.shape)), readable(entry.nbytes))
-            for entry in _largest(catalog, _LARGEST)
+            (entry.name, entry.dtype, str(list(entry.shape)), format_bytes(entry.nbytes))
+            for entry in _find_largest(catalog, _LARGEST)
         ],
     )
 
@@ -159,14 +159,14 @@ def _print_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[st
     Console().print(table)
 
 
-def readable(count: int) -> str:
+def format_bytes(count: int) -> str:
     """Format bytes in decimal units, as the hub and ``--max-shard-size`` count them."""
     from rich.filesize import decimal
 
     return decimal(count)
 
 
-def _describe(component: Component) -> dict[str, object]:
+def _describe_component(component: Component) -> dict[str, object]:
     """Describe one model of a pipeline as plain data."""
     from zerostart.checkpoint.source import open_catalog
 
@@ -179,7 +179,7 @@ def _describe(component: Component) -> dict[str, object]:
         "tensor_count": len(catalog.weights),
         "parameters": sum(entry.numel for entry in catalog.weights.values()),
         "checkpoint_bytes": catalog.nbytes,
-        "dtypes": _by_dtype(catalog),
+        "dtypes": _count_by_dtype(catalog),
     }
 
 
@@ -195,7 +195,7 @@ def _print_components(root: str, described: Sequence[dict[str, Any]]) -> None:
                 f"{one['name']}\n{one['class']}\n{', '.join(one['dtypes'])}",
                 f"{one['tensor_count']:,}",
                 f"{one['parameters']:,}",
-                readable(one["checkpoint_bytes"]),
+                format_bytes(one["checkpoint_bytes"]),
             )
             for one in described
         ],
@@ -218,7 +218,7 @@ def verify(
     from zerostart.errors import printable
 
     verified = zerostart.verify(path)
-    counts = f"{verified.files:,} files, {verified.tensors:,} tensors, {readable(verified.bytes)}"
+    counts = f"{verified.files:,} files, {verified.tensors:,} tensors, {format_bytes(verified.bytes)}"
     print(f"{printable(shown_url(path))}: {counts}, all as they were saved")
 
 

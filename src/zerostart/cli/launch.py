@@ -65,25 +65,25 @@ def run_local_ranks(
         raise ConfigError(
             f"cannot create a temporary folder: {error}. Name another directory in the variable TMPDIR"
         ) from error
-    with scratch as folder, _own_signals():
+    with scratch as folder, _restore_signals():
         try:
             context = start_processes(
                 "zerostart",
                 sys.executable,
                 # -P: modules in the working directory, which may be a stranger's, are not imported.
                 dict.fromkeys(range(nproc), ("-P", "-m", module, *argv)),
-                {rank: _environment(rank, nproc, folder) | dict(env or {}) for rank in range(nproc)},
+                {rank: _make_environment(rank, nproc, folder) | dict(env or {}) for rank in range(nproc)},
                 DefaultLogsSpecs(folder, {rank: Std.ALL if rank else Std.NONE for rank in range(nproc)}),
             )
             codes, interrupted = _supervise(context)
         except SignalException:
             raise KeyboardInterrupt from None
-        return _results(
+        return _collect_results(
             context, [_read_report(Path(folder), rank) for rank in range(nproc)], codes, interrupted
         )
 
 
-def _environment(rank: int, nproc: int, folder: str) -> dict[str, str]:
+def _make_environment(rank: int, nproc: int, folder: str) -> dict[str, str]:
     return {
         "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // nproc)),
         # Ranks on one machine need no host name that resolves.
@@ -100,7 +100,7 @@ def _environment(rank: int, nproc: int, folder: str) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _own_signals() -> Iterator[None]:
+def _restore_signals() -> Iterator[None]:
     """Let torch handle only Ctrl-C and SIGTERM, and put this process's handlers back."""
     os.environ.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGINT,SIGTERM")  # not the SIGHUP of nohup
     previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -133,7 +133,7 @@ def _supervise(context: PContext) -> tuple[dict[int, int], bool]:
     return {rank: failure.exitcode for rank, failure in result.failures.items()}, interrupted
 
 
-def _results(
+def _collect_results(
     context: PContext, reports: list[dict[str, Any]], codes: Mapping[int, int], interrupted: bool
 ) -> list[object]:
     # Ignore exit codes: threads of torch may abort the interpreter at its end.
@@ -155,7 +155,7 @@ def _results(
                 f"rank {rank} was killed by signal {number} ({signal.Signals(number).name}{hint})"
             )
     # A named cause first, then another library's error; a reported PeerError is an echo of either.
-    causes = [_error(rank, report) for rank, report in failed.items() if report["type"] != "PeerError"]
+    causes = [_make_error(rank, report) for rank, report in failed.items() if report["type"] != "PeerError"]
     if causes:
         raise min(causes, key=lambda cause: isinstance(cause, PeerError))
     for rank in silent:
@@ -169,7 +169,7 @@ def _results(
     raise KeyboardInterrupt
 
 
-def _error(rank: int, report: Mapping[str, str]) -> ZerostartError:
+def _make_error(rank: int, report: Mapping[str, str]) -> ZerostartError:
     kind = getattr(errors, report["type"], None)
     if isinstance(kind, type) and issubclass(kind, ZerostartError):
         return kind(report["message"])
@@ -185,12 +185,14 @@ def worker_main(function: Callable[[list[str]], object]) -> NoReturn:
     """
     _die_with_launcher()
     try:
-        _report({"result": function(sys.argv[1:])})
+        _write_report({"result": function(sys.argv[1:])})
     except KeyboardInterrupt:
-        _report({"interrupted": True})
+        _write_report({"interrupted": True})
         _leave(128 + signal.SIGINT)
     except BaseException as error:
-        _report({"type": type(error).__name__, "message": str(error), "traceback": traceback.format_exc()})
+        _write_report(
+            {"type": type(error).__name__, "message": str(error), "traceback": traceback.format_exc()}
+        )
         _leave(1)
     sys.exit(0)
 
@@ -202,7 +204,7 @@ def _leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _report(report: dict[str, object]) -> None:
+def _write_report(report: dict[str, object]) -> None:
     """Write this rank's report, and wait for the other reports.
 
     The launcher stops all ranks when the first process fails.

@@ -54,10 +54,10 @@ def command(
         "verify": verify,
     }
     ranks = run_local_ranks("zerostart.cli.load", [json_module.dumps(options)], nproc)
-    result = _summed(ranks)
+    result = _summarise(ranks)
     if json is not None:
         json.write_text(dump_json(result, indent=2) + "\n", encoding="utf-8")
-    _show(result, str(ranks[0]["text"]))
+    _print(result, str(ranks[0]["text"]))
     if result["verified"] is False:
         wrong = ranks[0]["wrong"]
         raise ZerostartError(
@@ -66,7 +66,7 @@ def command(
         )
 
 
-def _summed(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+def _summarise(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the content of the JSON file."""
     columns = ("rank", "seconds", "read_bytes", "peak_host_bytes", "peak_device_bytes")
     first = ranks[0]
@@ -81,7 +81,7 @@ def _summed(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _show(result: dict[str, Any], text: str) -> None:
+def _print(result: dict[str, Any], text: str) -> None:
     from rich.console import Console
 
     from zerostart.training.loop.terminal import say
@@ -110,11 +110,11 @@ def _run(argv: list[str]) -> dict[str, object]:
     request.resolve(int(os.environ["WORLD_SIZE"])).require()
     catalog = open_catalog(options["source"])
     models.require(None, catalog.root, {name: one.shape for name, one in catalog.weights.items()})
-    forecast = _forecast(options)
+    forecast = _make_forecast(options)
     join_group()
     model = zerostart.load(**options)
     report = zerostart.report(model)
-    wrong = _differences(model, str(options["source"]), request.dtype) if verify else None
+    wrong = _find_differences(model, str(options["source"]), request.dtype) if verify else None
     leave_group()
     facts = dataclasses.asdict(report)
     return {
@@ -127,7 +127,7 @@ def _run(argv: list[str]) -> dict[str, object]:
     }
 
 
-def _forecast(options: dict[str, Any]) -> list[dict[str, Any]]:
+def _make_forecast(options: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the forecast of each rank; on rank 0 only.
 
     Call it before the load, which changes the page cache.
@@ -145,7 +145,7 @@ def _forecast(options: dict[str, Any]) -> list[dict[str, Any]]:
     return [{key: getattr(rank, key) for key in columns} for rank in plan.ranks]
 
 
-def _differences(model: nn.Module, source: str, dtype: torch.dtype | None) -> list[str]:
+def _find_differences(model: nn.Module, source: str, dtype: torch.dtype | None) -> list[str]:
     import torch.distributed as dist
 
     import zerostart
@@ -174,15 +174,15 @@ def _differences(model: nn.Module, source: str, dtype: torch.dtype | None) -> li
     for name, tensor in zerostart.full_tensors(model):
         if tensor is not None:
             loaded.add(name)
-            if name not in reference or not _same(tensor, reference[name]):
+            if name not in reference or not _is_same(tensor, reference[name]):
                 wrong.append(name)
     # Compare buffers that are in no state dict, too; they are computed while the model is built.
     own = {name: buffer.cpu() for name, buffer in model.named_buffers()}
-    wrong += [name for name, buffer in buffers.items() if name not in own or not _same(own[name], buffer)]
+    wrong += [name for name, buffer in buffers.items() if name not in own or not _is_same(own[name], buffer)]
     return sorted({*wrong, *(reference.keys() - loaded)})
 
 
-def _same(*pair: torch.Tensor) -> bool:
+def _is_same(*pair: torch.Tensor) -> bool:
     """Return True if dtypes, shapes and bits are equal."""
     import torch
 

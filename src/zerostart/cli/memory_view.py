@@ -32,22 +32,22 @@ def show_plan(plan: WorldPlan, source: str, console: Console | None = None) -> N
     world = "1 rank" if plan.world_size == 1 else f"{plan.world_size:,} ranks"
     engine = f"{titled(plan.engine, plan.zero_stage)} ({plan.engine_reason})"
     say(console, f"{engine}, {world}, {plan.optimizer}")
-    classes = sorted(plan.classes, key=lambda pair: -_highest(pair[0]))
-    for table in _tables(plan, classes[:MAX_KINDS]):
+    classes = sorted(plan.classes, key=lambda pair: -_peak_bytes(pair[0]))
+    for table in _make_tables(plan, classes[:MAX_KINDS]):
         console.print(table)
     if len(classes) > MAX_KINDS:
         say(console, f"... and {len(classes) - MAX_KINDS} more kinds of ranks, each of which holds less")
-    for line in _lines(plan):
+    for line in _describe_plan(plan):
         say(console, line)
 
 
-def _tables(
+def _make_tables(
     plan: WorldPlan, classes: Sequence[tuple[RankForecast, Sequence[RankForecast]]]
 ) -> tuple[Table, Table]:
     from zerostart.loading.forecast.result import PHASE_TITLES, number_ranges
 
-    reading = _table("reading", "ranks", "reads", "operations", "time")
-    holding = _table(
+    reading = _make_table("reading", "ranks", "reads", "operations", "time")
+    holding = _make_table(
         "memory, highest in each phase, without activations", "ranks", "memory", *PHASE_TITLES.values()
     )
     for shown, alike in classes:
@@ -60,7 +60,7 @@ def _tables(
     return reading, holding
 
 
-def _table(title: str, first: str, *headings: str) -> Table:
+def _make_table(title: str, first: str, *headings: str) -> Table:
     """Build a table that breaks only its first column where the terminal is narrow."""
     table = Table(title=title, title_justify="left")
     table.add_column(first)
@@ -69,14 +69,14 @@ def _table(title: str, first: str, *headings: str) -> Table:
     return table
 
 
-def _highest(rank: RankForecast) -> int:
+def _peak_bytes(rank: RankForecast) -> int:
     return max((m.host_bytes + m.device_bytes for m in rank.memory.values()), default=0)
 
 
-def _lines(plan: WorldPlan) -> Iterable[str]:
+def _describe_plan(plan: WorldPlan) -> Iterable[str]:
     if not plan.accelerator:
         yield "(the device is the CPU: its memory is host memory)"
-    yield from map(_verdict, plan.fits)
+    yield from map(_describe_fit, plan.fits)
     rates = ", ".join(f"{name} {decimal(int(rate))}/s" for name, rate in plan.rates.items() if rate)
     if rates:
         yield f"Times at {rates}; storage is what one machine gets"
@@ -90,7 +90,7 @@ def _lines(plan: WorldPlan) -> Iterable[str]:
             yield f"{kind.replace('_', ' ')} ({len(names)}): {', '.join(names[:5])}{more}"
 
 
-def _verdict(fit: Fit) -> str:
+def _describe_fit(fit: Fit) -> str:
     from zerostart.loading.forecast.result import PHASE_TITLES
 
     whose = f" of {fit.ranks} ranks" if fit.ranks > 1 else ""

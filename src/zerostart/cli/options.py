@@ -93,7 +93,9 @@ def add_options(*options: Option) -> Callable[[Command], Command]:
         # The last parameter is ``**values``.
         required = [p for p in own[:-1] if p.default is p.empty]
         optional = [p for p in own[:-1] if p.default is not p.empty]
-        every = [p.replace(kind=p.KEYWORD_ONLY) for p in (*required, *map(_parameter, options), *optional)]
+        every = [
+            p.replace(kind=p.KEYWORD_ONLY) for p in (*required, *map(_make_parameter, options), *optional)
+        ]
         command.__signature__ = inspect.Signature(every)  # type: ignore[attr-defined]
         command.__annotations__ = {p.name: p.annotation for p in every} | {"return": None}
         return command
@@ -101,7 +103,7 @@ def add_options(*options: Option) -> Callable[[Command], Command]:
     return extend
 
 
-def _parameter(option: Option) -> inspect.Parameter:
+def _make_parameter(option: Option) -> inspect.Parameter:
     """Describe one option as typer reads a command's signature."""
     flag = f"--{option.name.replace('_', '-')}"
     more: dict[str, Any] = {"help": option.help, "show_default": option.default is not None}
@@ -127,10 +129,13 @@ def parse_values(values: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises ConfigError for a wrong dtype or configuration, and a usage error for a wrong size.
     """
-    return {name: value if value is None else _read(_KINDS[name], value) for name, value in values.items()}
+    return {
+        name: value if value is None else parse_value(_KINDS[name], value) for name, value in values.items()
+    }
 
 
-def _read(kind: str, value: Any) -> Any:
+def parse_value(kind: str, value: Any) -> Any:
+    """Convert the value of one option; see ``parse_values``."""
     if kind in ("size", "rate"):
         from zerostart.checkpoint.write.shards import parse_size
         from zerostart.errors import ConfigError

@@ -56,11 +56,11 @@ def command(
         raise typer.BadParameter(str(error)) from error
     # Before the script runs, so that its imports find the patched libraries.
     adoption.enable(Request(**parse_values(values), progress=progress, fp32_masters=fp32_masters))
-    _watch()
+    _report_adoption()
     pending.append(target)
 
 
-def _watch() -> None:
+def _report_adoption() -> None:
     from zerostart.integrations.adoption import listen
 
     adopted: list[Notice] = []
@@ -69,11 +69,11 @@ def _watch() -> None:
     def record(notice: Notice) -> None:
         (skipped if notice.how is None else adopted).append(notice)
         if notice.how is not None:
-            _say(f"{notice.model} {notice.how}")
+            _print(f"{notice.model} {notice.how}")
 
     def report() -> None:
         if not adopted:
-            _say(f"nothing was taken over: {_explain(skipped)}")
+            _print(f"nothing was taken over: {_explain(skipped)}")
 
     listen(record)
     # At exit, since a script may load its model at any time.
@@ -90,7 +90,7 @@ def _explain(skipped: list[Notice]) -> str:
     )
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     if os.environ.get("RANK", "0") == "0":
         print(f"zerostart run: {text}", file=sys.stderr, flush=True)
 
@@ -129,11 +129,11 @@ class Script:
         except SystemExit:
             raise
         except BaseException as error:
-            _end(error)
+            _raise_or_exit(error)
         sys.exit(0)
 
 
-def _end(error: BaseException) -> NoReturn:
+def _raise_or_exit(error: BaseException) -> NoReturn:
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, _RUNPY):
         trace = trace.tb_next

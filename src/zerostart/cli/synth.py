@@ -7,17 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from zerostart.checkpoint.write.shards import parse_size
-from zerostart.cli.options import WeightDtype
-from zerostart.errors import ConfigError
-
-
-def _checked_shard_size(value: str) -> str:
-    try:
-        parse_size(value)
-    except ConfigError as error:
-        raise typer.BadParameter(str(error)) from error
-    return value
+from zerostart.cli.options import WeightDtype, parse_value
 
 
 def command(
@@ -43,9 +33,7 @@ def command(
     seed: Annotated[int, typer.Option(help="The same seed gives the same bytes.")] = 0,
     max_shard_size: Annotated[
         str,
-        typer.Option(
-            metavar="SIZE", callback=_checked_shard_size, help="Maximum size of the tensors in one file."
-        ),
+        typer.Option(metavar="SIZE", help="Maximum size of the tensors in one file."),
     ] = "5GB",
 ) -> None:
     """Write random weights in the layout of a real model.
@@ -63,7 +51,7 @@ def command(
         sparse=sparse,
         dtype=dtype,
         seed=seed,
-        max_shard_size=max_shard_size,
+        max_shard_size=parse_value("size", max_shard_size),
     )
     for name in result.dropped:
         print(f"note: {name} was left out of the configuration: these weights are not quantised")

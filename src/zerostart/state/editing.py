@@ -34,7 +34,7 @@ def gathered(model: nn.Module, name: str, modifier_rank: int | None) -> Iterator
     with world.phase(change):
         # First, because creating it releases gathered copies of parameters.
         live = LiveModel(model, world)
-        parameter = _parameter(live.module, model, name)
+        parameter = _find_parameter(live.module, model, name)
         shard = live.sharded.get(id(parameter))
         if modifier_rank is not None:
             for engine in engine_families():
@@ -44,34 +44,34 @@ def gathered(model: nn.Module, name: str, modifier_rank: int | None) -> Iterator
                     f"{name} belongs to an expert of DeepSpeed's MoE, and other ranks have other experts "
                     "of that name, so it is not one tensor; use deepspeed.utils.safe_set_full_fp32_param"
                 )
-        whole = _whole(shard, parameter)
+        whole = _gather(shard, parameter)
         # The block may change the tensor without torch's knowledge, so compare its bytes.
-        form, before = _form(whole), _fingerprint(whole)
+        form, before = _describe_form(whole), _fingerprint(whole)
         yield whole
-        now = _form(whole)
+        now = _describe_form(whole)
         # All ranks gather the same answers, so an error is raised on all or on none.
         answers = world.all_gather_object(
             (now, now == form and _fingerprint(whole) != before), f"{change}: the end"
         )
         if reshaped := [rank for rank, (theirs, _) in enumerate(answers) if theirs != form]:
             raise ConfigError(
-                f"{name} is {form}, but came back as {answers[reshaped[0]][0]} on {_ranks(reshaped)}; the "
-                "shards were not changed. Change the values in place, and keep the shape and dtype"
+                f"{name} is {form}, but came back as {answers[reshaped[0]][0]} on {_name_ranks(reshaped)}; "
+                "the shards were not changed. Change the values in place, and keep the shape and dtype"
             )
         changed = [has_changed for _, has_changed in answers]
         offenders = [rank for rank, is_changed in enumerate(changed) if is_changed and rank != modifier_rank]
         if offenders:
             raise ConfigError(
-                f"{name} was changed on {_ranks(offenders)}, and those changes would be lost; the shards "
-                "were not changed. Pass modifier_rank= with the rank whose changes count, and change "
+                f"{name} was changed on {_name_ranks(offenders)}, and those changes would be lost; the "
+                "shards were not changed. Pass modifier_rank= with the rank whose changes count, and change "
                 "the tensor on that rank only"
             )
         if modifier_rank is not None and changed[modifier_rank]:
-            with master_of(parameter) as master, _memory(shard, parameter) as (layout, storage):
+            with master_of(parameter) as master, _open_memory(shard, parameter) as (layout, storage):
                 _write_back(layout, storage, master, whole, world, modifier_rank)
 
 
-def _parameter(model: nn.Module, outer: nn.Module, name: str) -> nn.Parameter:
+def _find_parameter(model: nn.Module, outer: nn.Module, name: str) -> nn.Parameter:
     """Find a parameter by the name in ``model``, or in its wrapper ``outer``.
 
     Wrappers may have renamed it: PEFT's adapters wrap layers, and their models add a prefix.
@@ -90,7 +90,7 @@ def _parameter(model: nn.Module, outer: nn.Module, name: str) -> nn.Parameter:
     return parameter
 
 
-def _whole(shard: Shard | None, parameter: nn.Parameter) -> torch.Tensor:
+def _gather(shard: Shard | None, parameter: nn.Parameter) -> torch.Tensor:
     """Return the whole parameter on the CPU; collective if it is sharded."""
     if shard is None:
         return parameter.detach().to("cpu", copy=True)
@@ -100,7 +100,7 @@ def _whole(shard: Shard | None, parameter: nn.Parameter) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _memory(shard: Shard | None, parameter: nn.Parameter) -> Iterator[tuple[Layout, torch.Tensor]]:
+def _open_memory(shard: Shard | None, parameter: nn.Parameter) -> Iterator[tuple[Layout, torch.Tensor]]:
     if shard is not None:
         yield shard.layout, shard.storage
     else:
@@ -171,7 +171,7 @@ def differing_bits(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return (a.view(word) != b.view(word)).view(a.numel(), -1).any(dim=1)
 
 
-def _form(tensor: torch.Tensor) -> str:
+def _describe_form(tensor: torch.Tensor) -> str:
     place = "" if tensor.device.type == "cpu" else f" on {tensor.device}"
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}{place}"
 
@@ -180,5 +180,5 @@ def _fingerprint(tensor: torch.Tensor) -> int:
     return zlib.crc32(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def _name_ranks(ranks: Sequence[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

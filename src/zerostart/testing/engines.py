@@ -108,7 +108,7 @@ class EngineConformance:
     def test_saves_what_it_loaded(self, tmp_path: Path) -> None:
         """Save on real ranks; expect the loaded tensors in the files."""
         for arguments, world_size, out in self._runs(tmp_path):
-            digests = on_ranks(_saved, world_size, *arguments, out)
+            digests = on_ranks(_load_and_save, world_size, *arguments, out)
             assert all(one == digests[0] for one in digests), "ranks have other digests"
             difference = zerostart.diff(arguments[1], out)
             assert difference.same, f"{out.name}: {difference}"
@@ -116,12 +116,12 @@ class EngineConformance:
     def test_resumes_where_it_was_saved(self, tmp_path: Path) -> None:
         """Save and load a training state; expect equal weights, optimizer and ``extra``."""
         for arguments, world_size, state in self._runs(tmp_path):
-            before, after = on_ranks(_state_saved, world_size, arguments, type(self).training, state)[0]
+            before, after = on_ranks(_train_and_save, world_size, arguments, type(self).training, state)[0]
             assert before != after, "the step after the save changed nothing"
             # On the same and on another number of ranks.
             for ranks in dict.fromkeys((world_size, self.worlds[0])):
                 for extra, resumed, stepped in on_ranks(
-                    _resumed, ranks, arguments, type(self).training, state
+                    _resume_and_train, ranks, arguments, type(self).training, state
                 ):
                     assert extra == {"step": 2}
                     assert resumed == before, f"{state.name} on {ranks} ranks: other weights than were saved"
@@ -133,12 +133,12 @@ class EngineConformance:
         """Load without a tensor; expect one error on all ranks that names it."""
         arguments, _, _ = next(self._runs(tmp_path))
         save(arguments[1], without="norm.bias")
-        messages = on_ranks(_refused, 2, *arguments)
+        messages = on_ranks(_load_and_fail, 2, *arguments)
         assert len(set(messages)) == 1
         assert "norm.bias" in messages[0]
 
 
-def _refused(*arguments: Any) -> str:
+def _load_and_fail(*arguments: Any) -> str:
     try:
         load(*arguments)
     except CoverageError as error:
@@ -146,14 +146,14 @@ def _refused(*arguments: Any) -> str:
     return "nothing was raised"
 
 
-def _saved(*arguments: Any) -> dict[str, str]:
+def _load_and_save(*arguments: Any) -> dict[str, str]:
     *begin, out = arguments
     model = load(*begin)
     zerostart.save(model, out)
     return zerostart.digest(model)
 
 
-def _state_saved(
+def _train_and_save(
     arguments: tuple[Any, ...], training: Callable[[nn.Module, int], Training], state: Path
 ) -> tuple[dict[str, str], dict[str, str]]:
     model, optimizer, step = training(load(*arguments), arguments[3])
@@ -165,7 +165,7 @@ def _state_saved(
     return before, zerostart.digest(model)
 
 
-def _resumed(
+def _resume_and_train(
     arguments: tuple[Any, ...], training: Callable[[nn.Module, int], Training], state: Path
 ) -> tuple[object, dict[str, str], dict[str, str]]:
     model, optimizer, step = training(load(*arguments), arguments[3])

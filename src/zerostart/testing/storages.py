@@ -74,7 +74,7 @@ class StorageConformance(ABC):
         storage: Storage = pickle.loads(pickle.dumps(self._storage(source)))
         assert storage == self._storage(source)
         with storage.reader() as reader:
-            assert _range(reader, 3, 9) == (tmp_path / NAME).read_bytes()[3:12]
+            assert _read_range(reader, 3, 9) == (tmp_path / NAME).read_bytes()[3:12]
 
     @pytest.mark.parametrize("cold", [False, True])
     def test_ranges(self, source: str, tmp_path: Path, cold: bool) -> None:
@@ -82,7 +82,7 @@ class StorageConformance(ABC):
         content = (tmp_path / NAME).read_bytes()
         with self._storage(source).reader(cold=cold, direct=cold) as reader:
             for offset, length in ((0, len(content)), (0, 1), (7, 100), (len(content) - 5, 5)):
-                assert _range(reader, offset, length) == content[offset : offset + length]
+                assert _read_range(reader, offset, length) == content[offset : offset + length]
             parts = [bytearray(size) for size in (3, 1, 60)]
             reader.read(0, 11, [memoryview(part) for part in parts])
             assert b"".join(parts) == content[11:75]
@@ -105,7 +105,7 @@ class StorageConformance(ABC):
         content, choice = (tmp_path / NAME).read_bytes(), random.Random(5)
         spans = [(choice.randrange(len(content) - 300), choice.randrange(1, 300)) for _ in range(200)]
         with self._storage(source).reader() as reader, ThreadPoolExecutor(8) as pool:
-            results = list(pool.map(lambda span: _range(reader, *span), spans))
+            results = list(pool.map(lambda span: _read_range(reader, *span), spans))
         assert results == [content[offset : offset + length] for offset, length in spans]
 
     def test_the_end_is_told(self, source: str, tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ class StorageConformance(ABC):
         with self._storage(source).reader() as reader:
             for offset in (size - 3, size + 10):
                 with pytest.raises(ReadError, match=NAME):
-                    _range(reader, offset, 8)
+                    _read_range(reader, offset, 8)
 
     def test_what_is_not_there_is_told(self, source: str) -> None:
         """Open a URL that leads nowhere; expect an error that names it."""
@@ -131,26 +131,26 @@ class StorageConformance(ABC):
         record = storage.kept([0])
         assert record.identities[0] == storage.identity(0) is not None
         assert record.recalled("which a test wants").sizes == storage.sizes
-        _change(tmp_path / NAME, how)
+        _change_file(tmp_path / NAME, how)
         self.follow(tmp_path)
         assert record.identities[0] != storage.identity(0)
         with pytest.raises(ReadError, match=rf"{NAME}.*which a test wants"):
             record.recalled("which a test wants")
         with pytest.raises((ReadError, CheckpointNotFoundError), match=NAME), storage.reader() as reader:
-            _range(reader, 0, 16)
+            _read_range(reader, 0, 16)
 
     def test_loads_hold_what_the_file_holds(self, source: str) -> None:
         """Load on real ranks; expect the weights of the file, and the planned bytes."""
         check_loads(self.worlds, self.imports, source, self.engine)
 
 
-def _range(reader: Reader, offset: int, length: int) -> bytes:
+def _read_range(reader: Reader, offset: int, length: int) -> bytes:
     buffer = bytearray(length)
     reader.read(0, offset, [memoryview(buffer)])
     return bytes(buffer)
 
 
-def _change(path: Path, how: str) -> None:
+def _change_file(path: Path, how: str) -> None:
     content, before = path.read_bytes(), path.stat().st_mtime_ns
     if how == "removed":
         path.unlink()

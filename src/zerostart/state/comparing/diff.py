@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from math import isnan, nan, prod
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 import torch
@@ -67,49 +67,47 @@ class Difference:
 
     def document(self) -> JsonObject:
         """Return the difference as JSON data."""
-        return {
-            **vars(self),
-            "differing": {name: tensor._asdict() for name, tensor in self.differing.items()},
-        }
+        return vars(self) | {"differing": {name: one._asdict() for name, one in self.differing.items()}}
 
     def __str__(self) -> str:
-        counts = {"equal": self.equal, "differing": self.differing, "only in a": self.only_a}
-        counts["only in b"] = self.only_b
-        lines = [", ".join(f"{len(names)} {what}" for what, names in counts.items())]
-        lines += _listed([f"  {printable(name)}: {tensor}" for name, tensor in self.differing.items()])
-        lines += _listed([f"  {printable(name)}: only in a" for name in self.only_a])
-        lines += _listed([f"  {printable(name)}: only in b" for name in self.only_b])
+        lines = [
+            f"{len(self.equal)} equal, {len(self.differing)} differing, {len(self.only_a)} only in a, "
+            f"{len(self.only_b)} only in b"
+        ]
+        lines += _truncate([f"  {printable(name)}: {tensor}" for name, tensor in self.differing.items()])
+        lines += _truncate([f"  {printable(name)}: only in a" for name in self.only_a])
+        lines += _truncate([f"  {printable(name)}: only in b" for name in self.only_b])
         return "\n".join(lines)
 
 
-def _listed(lines: list[str]) -> list[str]:
+def _truncate(lines: list[str]) -> list[str]:
     more = len(lines) - MAX_LISTED
     return lines if more <= 0 else [*lines[:MAX_LISTED], f"  and {more} more"]
 
 
-def _differences(a: torch.Tensor, b: torch.Tensor) -> tuple[float, int]:
+def _count_differences(a: torch.Tensor, b: torch.Tensor) -> tuple[float, int]:
     if a.dtype == b.dtype:
-        a_bits, b_bits = _bits(a), _bits(b)
+        a_bits, b_bits = _view_bits(a), _view_bits(b)
         if torch.equal(a_bits, b_bits):
             return 0.0, 0
         # A complex element has two words.
         differ = (a_bits != b_bits).view(a.numel(), -1).any(1)
     else:
-        a_bits, b_bits = _wide(a), _wide(b)
+        a_bits, b_bits = _widen(a), _widen(b)
         # Compare values, since the dtypes differ; nan equals nan.
         differ = (a_bits != b_bits) & ~(a_bits.isnan() & b_bits.isnan())
     count = int(differ.sum())
     if not count:
         return 0.0, 0
-    return float((_wide(a[differ]) - _wide(b[differ])).abs().max()), count
+    return float((_widen(a[differ]) - _widen(b[differ])).abs().max()), count
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
+def _view_bits(tensor: torch.Tensor) -> torch.Tensor:
     whole = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     return whole.contiguous().view(_WORDS[whole.itemsize])
 
 
-def _wide(tensor: torch.Tensor) -> torch.Tensor:
+def _widen(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
@@ -131,10 +129,10 @@ def compare(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Difference:
     counts_by_name: dict[str, tuple[float, int]] = {}
     with Stored(open_catalogs(a, not states)) as ours, Stored(open_catalogs(b, not states)) as theirs:
         kinds, others = ({n: (e.dtype, e.shape) for n, e in s.tensors.items()} for s in (ours, theirs))
-        comparable = [name for name, kind in kinds.items() if _comparable(kind, others.get(name))]
+        comparable = [name for name, kind in kinds.items() if _is_comparable(kind, others.get(name))]
 
         def differences(job: tuple[str, int, int]) -> tuple[str, float, int]:
-            return job[0], *_differences(ours.values(*job), theirs.values(*job))
+            return job[0], *_count_differences(ours.values(*job), theirs.values(*job))
 
         jobs = (
             (name, first, min(_PIECE, ours.count(name) - first))
@@ -149,16 +147,16 @@ def compare(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Difference:
                         before = counts_by_name.get(name, (0.0, 0))
                         maximum = max(largest, before[0], key=lambda size: (isnan(size), size))
                         counts_by_name[name] = maximum, before[1] + count
-    return _difference(kinds, others, counts_by_name)
+    return _build_difference(kinds, others, counts_by_name)
 
 
-def _comparable(a: _Kind, b: _Kind | None) -> bool:
+def _is_comparable(a: _Kind, b: _Kind | None) -> bool:
     if b is None or a[1] != b[1]:
         return False
     return a[0] == b[0] or not any(dtype.startswith(("F4", "F6")) for dtype in (a[0], b[0]))
 
 
-def _difference(
+def _build_difference(
     a: Mapping[str, _Kind], b: Mapping[str, _Kind], counts_by_name: Mapping[str, tuple[float, int]]
 ) -> Difference:
     equal, differing = [], {}
@@ -207,9 +205,7 @@ def open_catalogs(source: str | os.PathLike[str], model_only: bool) -> list[tupl
         folders = sorted({str(file.parent) for file in files})
         catalogs = open_saved_state(path, folders)[1]
         return [(f"{folder}/", catalog) for folder, catalog in zip(folders, catalogs, strict=True)]
-    if isinstance(path, str):
-        return [("", open_catalog(path))]
-    parts = components(path) if path.is_dir() else None
+    parts = components(path) if isinstance(path, Path) and path.is_dir() else None
     if parts is not None:
         return [(f"{component.name}/", open_catalog(component.path)) for component in parts]
     return [("", open_catalog(path))]

@@ -72,7 +72,7 @@ def convert(
         with world.phase("opening the source"):
             catalog = open_source(source)
             _check_free(place, catalog, replace)
-            weights, dequantised = _weights(catalog, to)
+            weights, dequantised = _describe_weights(catalog, to)
             tensors = {name: _cast(tensor, dtype) for name, tensor in weights.items()}
         reader = SourceReader(catalog)
         if to == "dcp":
@@ -89,7 +89,7 @@ def convert(
             written = write_tensors(
                 publication,
                 [(name, spelling(tensor.dtype, name), tensor.shape) for name, tensor in tensors.items()],
-                [_outgoing(reader, name, tensor, world) for name, tensor in tensors.items()],
+                [_describe_outgoing(reader, name, tensor, world) for name, tensor in tensors.items()],
                 world,
                 stem="diffusion_pytorch_model" if "_class_name" in config else "model",
                 max_shard_size=max_shard_size,
@@ -129,35 +129,35 @@ def _cast(tensor: SourceTensor, dtype: torch.dtype | None) -> SourceTensor:
     return tensor if dtype is None or not plain else dataclasses.replace(tensor, dtype=dtype)
 
 
-def _weights(catalog: Catalog, to: str) -> tuple[dict[str, SourceTensor], bool]:
+def _describe_weights(catalog: Catalog, to: str) -> tuple[dict[str, SourceTensor], bool]:
     """Return the tensors to write by name, and True if they are dequantised."""
     if to == "original":
-        return _original(catalog)
+        return _revert_weights(catalog)
     stored = {
         name: SourceTensor(name, torch_dtype(entry.dtype, name), entry.shape, entry.pieces)
         for name, entry in catalog.weights.items()
     }
     if to == "hf" and catalog.assembled is not None and _config(catalog).get("tie_word_embeddings"):
-        stored = _without_ties(stored, catalog)
+        stored = _drop_ties(stored, catalog)
     return stored, False
 
 
-def _without_ties(stored: Mapping[str, SourceTensor], catalog: Catalog) -> dict[str, SourceTensor]:
+def _drop_ties(stored: Mapping[str, SourceTensor], catalog: Catalog) -> dict[str, SourceTensor]:
     first_names: dict[object, str] = {}
     for name, tensor in stored.items():
-        key = (tuple(_ranges(tensor, catalog.tensors)), tensor.shape) if tensor.numel else name
+        key = (tuple(_source_ranges(tensor, catalog.tensors)), tensor.shape) if tensor.numel else name
         first_names.setdefault(key, name)
     return {name: stored[name] for name in first_names.values()}
 
 
-def _ranges(tensor: SourceTensor, stored: Mapping[str, TensorEntry]) -> Iterator[object]:
+def _source_ranges(tensor: SourceTensor, stored: Mapping[str, TensorEntry]) -> Iterator[object]:
     for piece in tensor.pieces:
         where = [(e.file, e.offset, e.dtype, e.strides) for s in piece.source if (e := stored.get(str(s)))]
         yield piece.origin, piece.axes, tuple(where), piece.unit, piece.offset
 
 
-def _original(catalog: Catalog) -> tuple[dict[str, SourceTensor], bool]:
-    built, by_name = _built_model(catalog)
+def _revert_weights(catalog: Catalog) -> tuple[dict[str, SourceTensor], bool]:
+    built, by_name = _build_model(catalog)
     if type(built.library).revert is ModelLibrary.revert:
         raise ConfigError(
             f"{type(built.model).__name__} is of {built.library.name}, which cannot restore the "
@@ -177,7 +177,7 @@ def _original(catalog: Catalog) -> tuple[dict[str, SourceTensor], bool]:
     return weights, built.quantizer is not None
 
 
-def _built_model(catalog: Catalog) -> tuple[Built, Mapping[str, Recipe]]:
+def _build_model(catalog: Catalog) -> tuple[Built, Mapping[str, Recipe]]:
     """Build the configured model on meta, and trace where its tensors come from.
 
     Raises BuildError if the configuration names no class, and CoverageError if names do not match.
@@ -195,7 +195,7 @@ def _built_model(catalog: Catalog) -> tuple[Built, Mapping[str, Recipe]]:
     return built, recipes.by_name
 
 
-def _outgoing(reader: SourceReader, name: str, tensor: SourceTensor, world: World) -> Outgoing:
+def _describe_outgoing(reader: SourceReader, name: str, tensor: SourceTensor, world: World) -> Outgoing:
     """Describe a tensor whose elements are read from the source while it is written."""
     layout = flat_run(tensor.shape, 0, tensor.numel)
     # One expanded element: the writer takes the values from ``change``.

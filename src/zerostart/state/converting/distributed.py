@@ -91,7 +91,7 @@ class _StreamingPlanner(DefaultSavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         """Give every rank its share of the row runs."""
-        items = [item for tensor in self._tensors.values() for item in _items(tensor)]
+        items = [item for tensor in self._tensors.values() for item in _write_items(tensor)]
         self.plan = SavePlan(items[self._world.rank :: self._world.size], planner_data=self.mappings)
         return self.plan
 
@@ -109,7 +109,7 @@ class _StreamingPlanner(DefaultSavePlanner):
         return self._last
 
 
-def _items(tensor: SourceTensor) -> Iterator[WriteItem]:
+def _write_items(tensor: SourceTensor) -> Iterator[WriteItem]:
     shape = torch.Size(tensor.shape)
     rows = shape[0] if shape and tensor.numel else 1
     step = max(1, _CHUNK_BYTES * rows // max(1, tensor.nbytes))

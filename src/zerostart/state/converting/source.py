@@ -56,7 +56,7 @@ def open_source(source: str | os.PathLike[str]) -> Catalog:
     try:
         catalog = open_catalog(source)
     except CheckpointNotFoundError:
-        newest = None if scheme_of(source) else _newest_checkpoint(expanded(source))
+        newest = None if scheme_of(source) else _find_newest_checkpoint(expanded(source))
         if newest is None:
             raise
         catalog = open_catalog(newest)
@@ -74,7 +74,7 @@ def open_source(source: str | os.PathLike[str]) -> Catalog:
     return catalog
 
 
-def _newest_checkpoint(run: Path) -> Path | None:
+def _find_newest_checkpoint(run: Path) -> Path | None:
     states = [state for folder in (run, run / "checkpoints") for state in list_complete(folder)]
     if states:
         return states[-1]

@@ -86,13 +86,13 @@ def finish_last(world: World, place: Path | str | None = None) -> None:
     before: Exception | None = None
     try:
         if place is None or any(s._place is not None and is_same(s._place, place) for s in _last):
-            _finish()
+            _wait_for_last()
     except Exception as error:
         before = error
     world.raise_together(before, "the previous save")
 
 
-def _finish() -> None:
+def _wait_for_last() -> None:
     while _last:
         saving = _last.pop()
         if not saving.done():
@@ -100,11 +100,11 @@ def _finish() -> None:
         saving.wait()
 
 
-_before_the_end = BeforeTheEnd(_finish)
+_before_the_end = BeforeTheEnd(_wait_for_last)
 
 
 @atexit.register
-def _end() -> None:
+def _exit_with_error() -> None:
     failed = [saving for saving in _last if saving.done() and saving._error is not None]
     if failed:
         logger.error("this process ends with exit code 1: %s", failed[0]._error)
@@ -121,7 +121,7 @@ def begin(write: Callable[[World], None], place: Path | str, world: World, start
     process group wait for it. Raises WriteError, on every rank, if one cannot start a thread.
     """
     # On the calling thread, since creating a process group is collective.
-    background = _background_world(world)
+    background = _make_background_world(world)
     saving = Saving(_place=place)
     agreed = threading.Event()
 
@@ -164,7 +164,7 @@ def begin(write: Callable[[World], None], place: Path | str, world: World, start
     return saving
 
 
-def _background_world(world: World) -> World:
+def _make_background_world(world: World) -> World:
     if world.size == 1:
         return world
     default = dist.group.WORLD
@@ -185,7 +185,7 @@ def copy_to_host(content: Content, world: World, budget: int | None) -> Content:
     No other save of the model may be running. Raises InsufficientMemoryError, on every rank, if the copies
     are more than ``budget`` bytes.
     """
-    own = [_own_parts(outgoing) for outgoing in (content.model[1], content.state[1])]
+    own = [_split_own_parts(outgoing) for outgoing in (content.model[1], content.state[1])]
     needed = sum(piece.storage.nbytes for part in own for piece in part)
     with world.phase("copying the state to host memory"):
         # The buffer of the last copies is reused, so it counts as free.
@@ -198,7 +198,7 @@ def copy_to_host(content: Content, world: World, budget: int | None) -> Content:
             )
         devices = {piece.storage.device for part in own for piece in part} - {torch.device("cpu")}
         device = next(iter(devices), None)
-        arena = Arena(torch.device("cpu"), partial(_buffer, content.module, device))
+        arena = Arena(torch.device("cpu"), partial(_get_buffer, content.module, device))
         # Reserve everything first: an arena allocates once.
         places = [[arena.reserve(p.storage.numel(), p.storage.dtype) for p in part] for part in own]
         model, state = (
@@ -211,7 +211,7 @@ def copy_to_host(content: Content, world: World, budget: int | None) -> Content:
     return replace(content, model=(content.model[0], model), state=(content.state[0], state))
 
 
-def _buffer(module: nn.Module, device: torch.device | None, nbytes: int) -> torch.Tensor:
+def _get_buffer(module: nn.Module, device: torch.device | None, nbytes: int) -> torch.Tensor:
     if module not in _buffers or _buffers[module].nbytes < nbytes:
         _buffers.pop(module, None)  # before the new one is allocated
         _buffers[module] = (
@@ -243,7 +243,7 @@ class _OwnPart:
         return replace(self._item, shard=Shard(shard.name, layout, copy, lambda _: layout))
 
 
-def _own_parts(outgoing: Sequence[Outgoing]) -> list[_OwnPart]:
+def _split_own_parts(outgoing: Sequence[Outgoing]) -> list[_OwnPart]:
     parts = split_shares(share(item.shard) for item in outgoing)
     return [_OwnPart(item, part) for item, part in zip(outgoing, parts, strict=True)]
 

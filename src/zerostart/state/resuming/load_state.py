@@ -124,13 +124,13 @@ FOREIGN_WORLD_SIZE = 0
 _SIMPLE = (bool, int, float, str, type(None))
 
 
-def _document(contents: TrainingContents) -> dict[str, object]:
+def _describe_foreign(contents: TrainingContents) -> dict[str, object]:
     """Describe another library's state of a model and optimizer as a document of ours."""
     engine: dict[str, object] = (
         {"name": "deepspeed", **contents.engine} if contents.engine else {"name": "torch"}
     )
     if contents.schedule is not None:
-        engine["schedule"] = _encoded(contents.schedule)
+        engine["schedule"] = _encode_settings(contents.schedule)
     return {
         "format": 1,
         "world_size": FOREIGN_WORLD_SIZE,
@@ -143,7 +143,7 @@ def _document(contents: TrainingContents) -> dict[str, object]:
                 for key, by_name in contents.numbers.items()
             },
             "groups": [
-                {"settings": _encoded(group.settings), "parameters": list(group.parameters)}
+                {"settings": _encode_settings(group.settings), "parameters": list(group.parameters)}
                 for group in contents.groups
             ],
         }
@@ -154,7 +154,7 @@ def _document(contents: TrainingContents) -> dict[str, object]:
     }
 
 
-def _encoded(values: Mapping[Any, Any]) -> dict[str, object]:
+def _encode_settings(values: Mapping[Any, Any]) -> dict[str, object]:
     """Encode settings that are numbers, strings, or tuples and lists of these."""
     return {
         str(key): encode(value, key, {})
@@ -215,7 +215,7 @@ def _open_foreign(path: Path) -> Saved:
     """Open the checkpoint of DeepSpeed, torch or accelerate in ``path``."""
     if path.is_dir() and (read := training_states(path)) is not None:
         contents, model, state = read
-        return Saved(path, _document(contents), model, state)
+        return Saved(path, _describe_foreign(contents), model, state)
     for name in _WHOLE_OPTIMIZERS:
         if (path / name).is_file():
             raise CheckpointNotFoundError(
@@ -258,19 +258,19 @@ def restore_state(
             _check_names(training, saved)
             if stepped:
                 _check_optimizers(training, saved, world)
-            targets = [*_parameters(training, saved, world), *_targets_of(extra_tensors, saved)]
+            targets = [*_parameters(training, saved, world), *_list_extra_tensors(extra_tensors, saved)]
         # Empty tensors that the same reads fill.
-        extra, rows = _extra(saved), _random_rows(saved) if stepped else {}
+        extra, rows = _extra(saved), _allocate_random_rows(saved) if stepped else {}
         # All checks are done: the optimizer changes from here on.
         with torch.no_grad(), world.phase("planning the reads"):
-            targets += _masters(training, saved)
+            targets += _list_masters(training, saved)
             if stepped:
-                targets += _moments(training, saved, world)
+                targets += _list_optimizer_state(training, saved, world)
             targets += [(name, replicated(tensor.shape), tensor.view(-1)) for name, tensor in extra.items()]
-            targets += [(name, _row(saved, name, world), row) for name, row in rows.items()]
+            targets += [(name, _row_layout(saved, name, world), row) for name, row in rows.items()]
             plans = [
-                plan_reads(saved.model, _of(MODEL, targets)),
-                plan_reads(saved.state, _of("", targets)),
+                plan_reads(saved.model, _select(MODEL, targets)),
+                plan_reads(saved.state, _select("", targets)),
             ]
         with torch.no_grad():
             # Two plans, since model and state have separate files.
@@ -292,19 +292,19 @@ def _check_names(live: LiveModel, saved: Saved) -> None:
     shapes = {name: shard.layout.shape for name, shard in live.shards.items()}
     shapes |= {name: tuple(buffer.shape) for name, buffer in live.buffers.items()}
     ties = saved.document["ties"]
-    expected = {_name(name, saved) for name in shapes}
+    expected = {_stored_name(name, saved) for name in shapes}
     if saved.document["world_size"] == FOREIGN_WORLD_SIZE:  # others write tied tensors under each name
         expected |= set(live.ties) | {ties.get(name, name) for name in live.ties}
     left_out = set(saved.document["left_out"])
     # Tensors that the save left out are frozen and keep their loaded values.
-    missing = sorted(n for n in shapes.keys() - left_out if _name(n, saved) not in saved.model.weights)
+    missing = sorted(n for n in shapes.keys() - left_out if _stored_name(n, saved) not in saved.model.weights)
     unexpected = sorted((saved.model.weights.keys() - expected) | (left_out - shapes.keys()))
     mismatched = {
-        name: (saved.model.weights[_name(name, saved)].shape, shape)
+        name: (saved.model.weights[_stored_name(name, saved)].shape, shape)
         for name, shape in shapes.items()
         if name not in missing
         and name not in left_out
-        and saved.model.weights[_name(name, saved)].shape != shape
+        and saved.model.weights[_stored_name(name, saved)].shape != shape
     }
     if missing or unexpected or mismatched:
         first = (missing or unexpected or sorted(mismatched))[0]
@@ -326,12 +326,12 @@ def _check_optimizers(training: LiveTraining, saved: Saved, world: World) -> Non
     check_saveable(training)
     for optimizer in list_optimizers(training.steps):
         check_rule(optimizer, document)
-    with_gradients = bool(_with_gradients(saved))
+    with_gradients = bool(_names_with_gradients(saved))
     training.state.check_window(saved.document["engine"], with_gradients, str(saved.path))
     check_local(training, document, world)
 
 
-def _name(name: str, saved: Saved) -> str:
+def _stored_name(name: str, saved: Saved) -> str:
     """Return the checkpoint's name of a tensor, which may be tied there."""
     stored: str = name if name in saved.model.weights else saved.document["ties"].get(name, name)
     return stored
@@ -343,14 +343,14 @@ def _parameters(training: LiveTraining, saved: Saved, world: World) -> list[_Tar
     for name, shard in training.shards.items():
         if name in saved.document["left_out"]:
             continue  # frozen, and already loaded
-        targets.append((_source(name, shard.storage.dtype, saved), shard.layout, shard.storage))
+        targets.append((_choose_source(name, shard.storage.dtype, saved), shard.layout, shard.storage))
     for name, buffer in training.buffers.items():
         shard = whole_shard(name, buffer, world)
         targets.append((f"{MODEL}/{name}", shard.layout, shard.storage))
     return targets
 
 
-def _targets_of(extra_tensors: Sequence[StateTensor], saved: Saved) -> list[_Target]:
+def _list_extra_tensors(extra_tensors: Sequence[StateTensor], saved: Saved) -> list[_Target]:
     for kept in extra_tensors:
         if f"{kept.key}/{kept.name}" not in saved.state.weights:
             raise CheckpointError(
@@ -360,17 +360,17 @@ def _targets_of(extra_tensors: Sequence[StateTensor], saved: Saved) -> list[_Tar
     return [(f"{kept.key}/{kept.name}", kept.shard.layout, kept.shard.storage) for kept in extra_tensors]
 
 
-def _source(name: str, dtype: torch.dtype, saved: Saved) -> str:
+def _choose_source(name: str, dtype: torch.dtype, saved: Saved) -> str:
     # The master has the bits that the parameter lost by rounding. A target of the saved dtype takes the
     # parameter's own bits, so that they are restored exactly.
-    name = _name(name, saved)
+    name = _stored_name(name, saved)
     master = f"master/{name}"
     if master in saved.state.weights and dtype_of(saved.model.weights[name].dtype) != dtype:
         return master
     return f"{MODEL}/{name}"
 
 
-def _of(folder: str, targets: Sequence[_Target]) -> list[_Target]:
+def _select(folder: str, targets: Sequence[_Target]) -> list[_Target]:
     prefix = f"{MODEL}/"
     if not folder:
         return [item for item in targets if not item[0].startswith(prefix)]
@@ -402,21 +402,21 @@ def plan_reads(catalog: Catalog, targets: Iterable[_Target]) -> tuple[Plan, list
     return join(catalog, parts, tuning.options()), storages, tuning
 
 
-def _masters(training: LiveTraining, saved: Saved) -> list[_Target]:
+def _list_masters(training: LiveTraining, saved: Saved) -> list[_Target]:
     return [
-        (_source(kept.name, kept.shard.storage.dtype, saved), kept.shard.layout, kept.shard.storage)
+        (_choose_source(kept.name, kept.shard.storage.dtype, saved), kept.shard.layout, kept.shard.storage)
         for kept in training.masters()
         if kept.name not in saved.document["left_out"]
         # A master in the parameter's dtype may be the parameter itself, which is read once.
-        and _memory(kept.shard) != _memory(training.shards[kept.name])
+        and _memory_key(kept.shard) != _memory_key(training.shards[kept.name])
     ]
 
 
-def _memory(shard: Shard) -> tuple[torch.dtype, int]:
+def _memory_key(shard: Shard) -> tuple[torch.dtype, int]:
     return shard.storage.dtype, shard.storage.data_ptr()
 
 
-def _moments(training: LiveTraining, saved: Saved, world: World) -> list[_Target]:
+def _list_optimizer_state(training: LiveTraining, saved: Saved, world: World) -> list[_Target]:
     if not training.steps:
         return []
     document = saved.document["optimizer"]
@@ -425,16 +425,16 @@ def _moments(training: LiveTraining, saved: Saved, world: World) -> list[_Target
     targets = [(f"optimizer/{k.key}/{k.name}", k.shard.layout, k.shard.storage) for k in moments]
     local = create_local_states(training, document, world)
     targets += [(shard.name, shard.layout, shard.storage) for shard in local]
-    gradients = _gradients(training, saved)
+    gradients = _list_gradients(training, saved)
     return targets + [(f"gradient/{k.name}", k.shard.layout, k.shard.storage) for k in gradients]
 
 
-def _gradients(training: LiveTraining, saved: Saved) -> Iterator[StateTensor]:
+def _list_gradients(training: LiveTraining, saved: Saved) -> Iterator[StateTensor]:
     """Create the saved gradients, to be filled, and clear all others.
 
     Raises ConfigError if this engine cannot complete the accumulation window.
     """
-    names = _with_gradients(saved)
+    names = _names_with_gradients(saved)
     parameters = {id(parameter) for name, parameter in training.parameters.items() if name in names}
     gradients = training.state.make_gradients(parameters, saved.document["engine"])
     if gradients is None:
@@ -446,7 +446,7 @@ def _gradients(training: LiveTraining, saved: Saved) -> Iterator[StateTensor]:
     return training.shard_gradients(gradients)
 
 
-def _with_gradients(saved: Saved) -> set[str]:
+def _names_with_gradients(saved: Saved) -> set[str]:
     """Return the names of the parameters whose gradients were saved."""
     return {name.partition("/")[2] for name in saved.state.weights if name.startswith("gradient/")}
 
@@ -490,13 +490,13 @@ def _restore_modules(training: LiveTraining, saved: Saved, tensors: Mapping[str,
         modules[name].set_extra_state(decode(state, tensors))
 
 
-def _random_rows(saved: Saved) -> dict[str, torch.Tensor]:
+def _allocate_random_rows(saved: Saved) -> dict[str, torch.Tensor]:
     current = {f"random/{name}": row for name, row in get_random_rows().items()}
     stored = {name: saved.state.weights[name].shape[1] for name in current if name in saved.state.weights}
     return {name: torch.empty_like(row) for name, row in current.items() if stored.get(name) == row.numel()}
 
 
-def _row(saved: Saved, name: str, world: World) -> Layout:
+def _row_layout(saved: Saved, name: str, world: World) -> Layout:
     shape = saved.state.weights[name].shape
     same = saved.document["world_size"] == world.size
     return dimension_shard(shape, 0, world.rank if same else 0, shape[0])

@@ -59,13 +59,13 @@ def describe_optimizer(training: LiveTraining) -> dict[str, object]:
         "rule": rule_of(base),
         "numbers": {key: list(values.values()) for key, values in numbers.items()},
         "groups": [
-            {"settings": _settings(base.param_groups[number], number), "parameters": names}
+            {"settings": _encode_settings(base.param_groups[number], number), "parameters": names}
             for number, names in groups.items()
         ],
     }
 
 
-def _settings(group: Mapping[str, object], number: int) -> dict[str, object]:
+def _encode_settings(group: Mapping[str, object], number: int) -> dict[str, object]:
     tensors: dict[str, torch.Tensor] = {}
     settings = {
         key: encode(value, f"{key} of parameter group {number}", tensors)
@@ -96,7 +96,7 @@ def create_moments(
         if kind == "optimizer":
             key, _, name = rest.partition("/")
             keys.setdefault(name, []).append(key)
-    numbers = _numbers(document)
+    numbers = _numbers_by_name(document)
     for step in training.steps:
         names = [training.name_of(member.parameter) for member in step.members]
         # Elements of parameters without a saved state stay zero.
@@ -112,7 +112,7 @@ def create_moments(
         for key in state.keys() - (counted | filled):
             del state[key]
         for key in counted:
-            state[key] = _number(key, having, numbers, step, document)
+            state[key] = _restore_number(key, having, numbers, step, document)
         for key in filled:
             # One tensor for all members of the step; each member is read into its part.
             state[key] = values = _allocate(key, having, state.get(key), step, stored)
@@ -121,7 +121,7 @@ def create_moments(
                     yield StateTensor(name, key, member_shard(member, training.shards[name], values))
 
 
-def _numbers(document: JsonMapping) -> dict[str, dict[str, object]]:
+def _numbers_by_name(document: JsonMapping) -> dict[str, dict[str, object]]:
     by_name: dict[str, dict[str, object]] = {}
     for key, values in document.get("numbers", {}).items():
         for value, names in values:
@@ -130,7 +130,7 @@ def _numbers(document: JsonMapping) -> dict[str, dict[str, object]]:
     return by_name
 
 
-def _number(
+def _restore_number(
     key: str,
     names: Sequence[str],
     numbers: Mapping[str, Mapping[str, object]],
@@ -140,11 +140,11 @@ def _number(
     """Return the number of a stepped tensor, in the form that its optimizer uses."""
     saved = {name: numbers[name][key] for name in names if key in numbers.get(name, {})}
     first, value = next(iter(saved.items()))
-    plain = _plain(value)
+    plain = _plain_number(value)
     for name, other in saved.items():
-        if _plain(other) != plain:
+        if _plain_number(other) != plain:
             raise CheckpointError(
-                f"{first} was saved with {key}={plain}, but {name} with {_plain(other)}, and this "
+                f"{first} was saved with {key}={plain}, but {name} with {_plain_number(other)}, and this "
                 "engine updates them together: resume with an engine that updates each by itself "
                 "(engine='fsdp2')"
             )
@@ -167,7 +167,7 @@ def _is_torchs(optimizer: torch.optim.Optimizer) -> bool:
     return any(kind.__module__.startswith("torch.") for kind in kinds)
 
 
-def _plain(value: object) -> Any:
+def _plain_number(value: object) -> Any:
     number = decode(value, {})
     return number.item() if isinstance(number, torch.Tensor) else number
 
@@ -226,10 +226,10 @@ def restore_groups(training: LiveTraining, document: JsonMapping) -> None:
             )
         # An engine may use several optimizers with the same groups.
         for optimizer in {id(step.optimizer): step.optimizer for step in training.steps}.values():
-            _set(optimizer, number, settings, document["class"])
+            _apply_settings(optimizer, number, settings, document["class"])
 
 
-def _set(
+def _apply_settings(
     optimizer: torch.optim.Optimizer, number: int, settings: Mapping[str, object], saved_class: str
 ) -> None:
     group, same = optimizer.param_groups[number], class_name(optimizer) == saved_class
@@ -291,7 +291,7 @@ def check_rule(optimizer: torch.optim.Optimizer, document: JsonMapping) -> None:
     saved_class, own = document["class"], class_name(optimizer)
     if saved_class in ("", own) and document.get("rule", rule_of(optimizer)) == rule_of(optimizer):
         return  # other libraries do not record the class
-    if lacking := _lacking(optimizer, document):
+    if lacking := _find_conflict(optimizer, document):
         raise CheckpointError(
             f"the state was saved by {saved_class}, {lacking}, and cannot be resumed: resume "
             "with the saved optimizer, or load only the weights (zerostart.load of the "
@@ -299,7 +299,7 @@ def check_rule(optimizer: torch.optim.Optimizer, document: JsonMapping) -> None:
         )
 
 
-def _lacking(optimizer: torch.optim.Optimizer, document: JsonMapping) -> str:
+def _find_conflict(optimizer: torch.optim.Optimizer, document: JsonMapping) -> str:
     name = class_name(optimizer)
     settings = [group["settings"] for group in document["groups"]]
     saved, own = document.get("rule"), rule_of(optimizer)  # older states have none
@@ -341,7 +341,11 @@ def collect_local_states(training: LiveTraining, world: World) -> tuple[list[Sha
         # A step has one state, which is named by its first parameter.
         name = training.name_of(step.members[0].parameter)
         tensors[name] = {}
-        own[name] = {"whole": _is_whole(step, training), "share": _share(step, training), "states": {}}
+        own[name] = {
+            "whole": _is_whole(step, training),
+            "share": _share_checksum(step, training),
+            "states": {},
+        }
         for key, value in step.state.items():
             if isinstance(value, torch.Tensor) and value.dim():
                 tensors[name][key] = local = _local(value)
@@ -368,8 +372,8 @@ def collect_local_states(training: LiveTraining, world: World) -> tuple[list[Sha
         whole = own[name]["whole"]
         document[name] = described[:1] if whole else described
         for key, tensor in tensors[name].items():
-            lengths = [_length(one, key) for one in document[name]]
-            shards.append(_shard(f"{LOCAL}/{key}/{name}", tensor, lengths, whole, world))
+            lengths = [_count_elements(one, key) for one in document[name]]
+            shards.append(_make_shard(f"{LOCAL}/{key}/{name}", tensor, lengths, whole, world))
     return shards, document
 
 
@@ -377,7 +381,7 @@ def _is_whole(step: Stepped, training: LiveTraining) -> bool:
     return not training.state.owns_optimizer and step.is_parameter and not isinstance(step.tensor, DTensor)
 
 
-def _share(step: Stepped, training: LiveTraining) -> int:
+def _share_checksum(step: Stepped, training: LiveTraining) -> int:
     members = []
     for member in step.members:
         name = training.name_of(member.parameter)
@@ -386,11 +390,11 @@ def _share(step: Stepped, training: LiveTraining) -> int:
     return zlib.crc32(repr((_local(step.tensor).numel(), members)).encode())
 
 
-def _length(described: JsonMapping, key: str) -> int:
+def _count_elements(described: JsonMapping, key: str) -> int:
     return prod(described["states"][key]["shape"]) if key in described["states"] else 0
 
 
-def _shard(name: str, tensor: torch.Tensor, lengths: Sequence[int], whole: bool, world: World) -> Shard:
+def _make_shard(name: str, tensor: torch.Tensor, lengths: Sequence[int], whole: bool, world: World) -> Shard:
     """Return a rank's part of the concatenated elements of all ranks."""
     storage = tensor.detach().contiguous().view(-1)
     if whole:
@@ -408,7 +412,7 @@ def check_local(training: LiveTraining, document: JsonMapping, world: World) -> 
         step = by_name.get(name)
         same = step is not None and described[0]["whole"] and _is_whole(step, training)
         if step is not None and not described[0]["whole"] and len(described) == world.size:
-            same = described[world.rank]["share"] == _share(step, training)
+            same = described[world.rank]["share"] == _share_checksum(step, training)
         if not same:
             ranks = "every rank" if described[0]["whole"] else f"{len(described)} ranks"
             raise CheckpointError(
@@ -431,12 +435,12 @@ def create_local_states(training: LiveTraining, document: JsonMapping, world: Wo
         own = described[0 if whole else world.rank]
         for key, state in own["states"].items():
             tensor = torch.zeros(state["shape"], dtype=dtype_of(state["dtype"]), device=step.tensor.device)
-            step.optimizer.state[step.tensor][key] = _distributed(tensor, state["global"], step.tensor)
-            lengths = [_length(one, key) for one in described]
-            yield _shard(f"{LOCAL}/{key}/{name}", tensor, lengths, whole, world)
+            step.optimizer.state[step.tensor][key] = _make_distributed(tensor, state["global"], step.tensor)
+            lengths = [_count_elements(one, key) for one in described]
+            yield _make_shard(f"{LOCAL}/{key}/{name}", tensor, lengths, whole, world)
 
 
-def _distributed(value: torch.Tensor, shape: Any, like: torch.Tensor) -> torch.Tensor:
+def _make_distributed(value: torch.Tensor, shape: Any, like: torch.Tensor) -> torch.Tensor:
     if shape is None or not isinstance(like, DTensor):
         return value
     stride = (

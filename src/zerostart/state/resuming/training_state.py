@@ -76,7 +76,7 @@ def collect_content(
     # Watch steps from now on, so that the next save knows whether gradients were used.
     watched = training.state.watch()
     check_restorable(training)
-    _tell_of_gradients(training, watched, world)
+    _warn_of_gradients(training, watched, world)
     left_out = [] if frozen else [n for n, p in training.parameters.items() if not p.requires_grad]
     shards = [replace(shard, name=name) for name, shard in training.shards.items() if name not in left_out]
     # Buffers may differ between ranks (batch statistics): save the first rank's, as ``save`` does.
@@ -90,7 +90,7 @@ def collect_content(
     shares += [replace(k.shard, name=f"gradient/{k.name}") for k in training.gradients()]
     local, of_ranks = collect_local_states(training, world)
     shares += [*local, *(replace(k.shard, name=f"{k.key}/{k.name}") for k in extra_tensors)]
-    shares += _random(world)
+    shares += _random_shards(world)
     tensors: dict[str, torch.Tensor] = {}
     document: JsonObject = {
         "format": FORMAT,
@@ -101,7 +101,7 @@ def collect_content(
         "beside": sorted({tensor.key for tensor in extra_tensors}),
         "left_out": left_out,
         "optimizer": describe_optimizer(training),
-        "engine": _engine(training.state, tensors),
+        "engine": _encode_engine(training.state, tensors),
         "extra": encode_checked(extra, "extra", tensors),
     }
     if of_ranks:
@@ -112,10 +112,12 @@ def collect_content(
     shares += [first_rank_shard(name, tensor, world) for name, tensor in of_modules.items()]
     shares += [whole_shard(name, tensor, world) for name, tensor in tensors.items()]
     root = training.record.catalog.root if training.record is not None else ""
-    return Content(_entries(shards), _entries(shares), document, tensors, training.module, root)
+    return Content(
+        _describe_shards(shards), _describe_shards(shares), document, tensors, training.module, root
+    )
 
 
-def _tell_of_gradients(training: LiveTraining, watched: bool, world: World) -> None:
+def _warn_of_gradients(training: LiveTraining, watched: bool, world: World) -> None:
     if watched or world.rank:
         return
     if any(parameter.grad is not None for parameter in training.state.parameters):
@@ -142,19 +144,19 @@ def encode_module_states(module: nn.Module, tensors: dict[str, torch.Tensor]) ->
     }
 
 
-def _entries(shards: Sequence[Shard]) -> tuple[list[Entry], list[Outgoing]]:
+def _describe_shards(shards: Sequence[Shard]) -> tuple[list[Entry], list[Outgoing]]:
     entries: list[Entry] = [(s.name, spelling(s.storage.dtype, s.name), s.layout.shape) for s in shards]
     return entries, [plain(s.name, s) for s in shards]
 
 
-def _random(world: World) -> Iterator[Shard]:
+def _random_shards(world: World) -> Iterator[Shard]:
     for name, row in get_random_rows().items():
         shape = (world.size, row.numel())
         at = functools.partial(dimension_shard, shape, 0, world_size=world.size)
         yield Shard(f"random/{name}", at(world.rank), row, at)
 
 
-def _engine(state: TrainingState, tensors: dict[str, torch.Tensor]) -> dict[str, object]:
+def _encode_engine(state: TrainingState, tensors: dict[str, torch.Tensor]) -> dict[str, object]:
     engine = state.counters()
     for key, component in state.components().items():
         engine[key] = encode_checked(component.state_dict(), key, tensors)
@@ -169,9 +171,9 @@ def get_random_rows() -> dict[str, torch.Tensor]:
     version, words, gauss = random.getstate()
     # Integers, so that the states of all ranks are rows of one tensor: the cached normal number is written as
     # its bits, after a 1 if there is one.
-    states = {"python": [version, *words, int(gauss is not None), _bits(gauss or 0.0)]}
+    states = {"python": [version, *words, int(gauss is not None), _float_to_bits(gauss or 0.0)]}
     _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    states["numpy"] = [*map(int, keys), int(position), int(has_gauss), _bits(float(cached))]
+    states["numpy"] = [*map(int, keys), int(position), int(has_gauss), _float_to_bits(float(cached))]
     rows = {name: torch.tensor(row, dtype=torch.int64, device="cpu") for name, row in states.items()}
     rows["torch"] = torch.get_rng_state()
     device = default_device()
@@ -192,7 +194,7 @@ def set_random_rows(rows: dict[str, torch.Tensor]) -> None:
         torch.get_device_module(device).set_rng_state(rows["device"], device)
 
 
-def _bits(value: float) -> int:
+def _float_to_bits(value: float) -> int:
     return int(np.float64(value).view(np.int64))
 
 

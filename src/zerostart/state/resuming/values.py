@@ -81,7 +81,7 @@ def encode(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> object:
     if type(value) is bytes:
         return {_BYTES: base64.b64encode(value).decode()}
     if isinstance(value, torch.Tensor):
-        return _tensor(value, where, tensors)
+        return _encode_tensor(value, where, tensors)
     if type(value) is tuple:
         return {_TUPLE: [encode(v, f"{where}.{i}", tensors) for i, v in enumerate(value)]}
     if isinstance(value, list):
@@ -104,7 +104,7 @@ def _is_key(key: object) -> bool:
     return key is None or isinstance(key, (bool, str)) or type(key) in (int, float, bytes)
 
 
-def _tensor(value: torch.Tensor, where: str, tensors: dict[str, torch.Tensor]) -> object:
+def _encode_tensor(value: torch.Tensor, where: str, tensors: dict[str, torch.Tensor]) -> object:
     dense = value.layout is torch.strided and not value.is_nested and not value.is_quantized
     if isinstance(value, DTensor) or not dense or value.is_meta:
         raise ConfigError(

@@ -33,13 +33,13 @@ def find_adapter_format(
         return replace(PEFT_FORMAT, renamed=drop_prefix(prefix, lambda name: name))
     component = drop_prefix(prefix, lambda name: _COMPONENT + name)
     if kind != "diffsynth":
-        described = functools.partial(_described, component)
+        described = functools.partial(_lora_header, component)
         return AdapterFormat(_LORA_WEIGHTS, component, False, described, configured=False)
     names = find_known_names(model)
     # DiffSynth's loader fuses the factors of diffusers' single modules itself.
     if names is None or not names.fused:
         of = find_diffsynth_names(model, key)
-        component = drop_prefix(prefix, lambda name: PREFIX + _with_adapter(of(name)))
+        component = drop_prefix(prefix, lambda name: PREFIX + _add_adapter_name(of(name)))
     # DiffSynth reads no alpha: the scale is multiplied into the factors.
     return AdapterFormat(stem, component, False, configured=False, folded=True)
 
@@ -63,11 +63,11 @@ def drop_prefix(prefix: str, named: Callable[[str], str]) -> Callable[[str], str
     return lambda name: named(name).removeprefix(prefix)
 
 
-def _with_adapter(name: str) -> str:
+def _add_adapter_name(name: str) -> str:
     return name.replace(".lora_A.", ".lora_A.default.").replace(".lora_B.", ".lora_B.default.")
 
 
-def _described(named: Callable[[str], str], config: Any) -> dict[str, str]:
+def _lora_header(named: Callable[[str], str], config: Any) -> dict[str, str]:
     """Return PEFT's configuration in the form of a diffusers LoRA header."""
     values = {
         # PEFT's sets of modules are sorted lists in JSON, so that equal runs write equal files.
@@ -101,7 +101,7 @@ class DiffSynthNames:
         return name
 
 
-def _feed_forward(module: str, sequence: str) -> tuple[tuple[str, str], ...]:
+def _map_feed_forward(module: str, sequence: str) -> tuple[tuple[str, str], ...]:
     """Map the two linear layers of diffusers' ``FeedForward`` to entries of a sequence."""
     return (rf"^{module}\.net\.0\.proj\b", rf"{sequence}.0"), (rf"^{module}\.net\.2\b", rf"{sequence}.2")
 
@@ -130,7 +130,7 @@ _WAN = (
     (r"_attn\.to_([qkv])\b", r"_attn.\1"),
     (r"_attn\.add_([kv])_proj\b", r"_attn.\1_img"),
     (r"_attn\.norm_added_k\b", "_attn.norm_k_img"),
-    *_feed_forward(r"(blocks\.\d+\.ffn)", r"\1"),
+    *_map_feed_forward(r"(blocks\.\d+\.ffn)", r"\1"),
 )
 _FLUX = (
     (r"^proj_out\b", "final_proj_out"),
@@ -144,8 +144,8 @@ _FLUX = (
     (r"^transformer_blocks\.(\d+)\.attn\.add_[qkv]_proj\b", r"blocks.\1.attn.b_to_qkv"),
     (r"^transformer_blocks\.(\d+)\.attn\.to_out\.0\b", r"blocks.\1.attn.a_to_out"),
     (r"^transformer_blocks\.(\d+)\.attn\.to_add_out\b", r"blocks.\1.attn.b_to_out"),
-    *_feed_forward(r"transformer_blocks\.(\d+)\.ff_context", r"blocks.\1.ff_b"),
-    *_feed_forward(r"transformer_blocks\.(\d+)\.ff", r"blocks.\1.ff_a"),
+    *_map_feed_forward(r"transformer_blocks\.(\d+)\.ff_context", r"blocks.\1.ff_b"),
+    *_map_feed_forward(r"transformer_blocks\.(\d+)\.ff", r"blocks.\1.ff_a"),
 )
 _FLUX2 = (
     "to_q,to_k,to_v,add_q_proj,add_k_proj,add_v_proj,to_qkv_mlp_proj,to_out.0,to_add_out,linear_in,linear_out"

@@ -85,15 +85,15 @@ def find_adapted_model(model: nn.Module, within: bool = False) -> Adapted | None
     inner: nn.Module | None = model
     while inner is not None:
         if _is_adapted(inner):
-            return _adapted(inner)
+            return _make_adapted(inner)
         inner = inner_module(inner)
-    outermost = _outermost(model) if within else {}
+    outermost = _find_outermost(model) if within else {}
     if len(outermost) > 1:
         raise ConfigError(
             f"several models in this {type(model).__name__} have adapters ({', '.join(sorted(outermost))}): "
             "save each of them by itself"
         )
-    return next(map(_adapted, outermost.values()), None)
+    return next(map(_make_adapted, outermost.values()), None)
 
 
 def _is_adapted(model: nn.Module) -> bool:
@@ -102,24 +102,24 @@ def _is_adapted(model: nn.Module) -> bool:
     return own and bool(model.peft_config)
 
 
-def _adapted(model: nn.Module) -> Adapted:
+def _make_adapted(model: nn.Module) -> Adapted:
     return Adapted(model, "" if hasattr(model, "get_base_model") else PEFT_PREFIX)
 
 
-def _outermost(model: nn.Module, name: str = "") -> dict[str, nn.Module]:
+def _find_outermost(model: nn.Module, name: str = "") -> dict[str, nn.Module]:
     """Return the outermost models with adapters below ``model``, by name."""
     if _is_adapted(model):
         return {name: model}
-    below = (_outermost(part, f"{name}.{own}".lstrip(".")) for own, part in model.named_children())
+    below = (_find_outermost(part, f"{name}.{own}".lstrip(".")) for own, part in model.named_children())
     return {name: part for parts in below for name, part in parts.items()}
 
 
 def has_adapters(model: nn.Module) -> bool:
     """Return whether PEFT wraps any module of ``model``."""
-    return any(any(_instances(model, kind)) for kind in (_LAYER, _REPLACEMENT))
+    return any(any(_find_instances(model, kind)) for kind in (_LAYER, _REPLACEMENT))
 
 
-def _instances(model: nn.Module, kind: str) -> Iterator[tuple[str, Any]]:
+def _find_instances(model: nn.Module, kind: str) -> Iterator[tuple[str, Any]]:
     """Yield the modules of PEFT's class ``kind``, without importing PEFT."""
     for name, module in model.named_modules():
         if any(
@@ -155,14 +155,14 @@ def list_adapter_files(
     return [
         AdapterFile(
             adapter,
-            _contents(adapted, adapter, shards, dtype, written_as),
+            _describe_contents(adapted, adapter, shards, dtype, written_as),
             written_as.metadata(adapted.peft_config[adapter]),
         )
         for adapter in adapted.peft_config
     ]
 
 
-def _contents(
+def _describe_contents(
     adapted: Adapted,
     adapter: str,
     shards: Mapping[int, Shard],
@@ -197,7 +197,7 @@ def _contents(
         chosen_shards[adapted.prefix + name] = shard
     contents = Contents()
     # Scale only one factor of the product.
-    times = _scaling(config, adapter) if written_as.folded else 1.0
+    times = _uniform_scale(config, adapter) if written_as.folded else 1.0
     for name, shard in chosen_shards.items():
         if written_as.folded and not name.endswith((".lora_A.weight", ".lora_B.weight")):
             raise ConfigError(
@@ -215,7 +215,7 @@ def _contents(
     return contents
 
 
-def _scaling(config: Any, adapter: str) -> float:
+def _uniform_scale(config: Any, adapter: str) -> float:
     """Return the scale of the products of factors; raises ConfigError if modules have several."""
     settings = ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
     if not hasattr(config, "lora_alpha") or any(getattr(config, key, None) for key in settings):
@@ -235,18 +235,18 @@ def merge_into_weights(model: nn.Module, tensors: Sequence[LogicalTensor]) -> li
     by_name = {item.current_name: item for item in tensors}
     adapter_tensors: set[str] = set()
     changed: dict[str, LogicalTensor] = {}
-    for name, layer in _instances(model, _LAYER):
+    for name, layer in _find_instances(model, _LAYER):
         own = f"{name}."
         # Tensors of the adapter are not saved: they are merged into the base layer's weight.
         adapter_tensors |= {n for n in by_name if n.startswith(own) and not n.startswith(f"{own}base_layer.")}
         # Each delta gathers its factors: ranks have the same layers and adapters in the same order.
-        deltas = [_delta(name, layer, adapter, by_name) for adapter in _unmerged(layer)]
+        deltas = [_make_delta(name, layer, adapter, by_name) for adapter in _unmerged_adapters(layer)]
         item = by_name.get(f"{name}.base_layer.weight")
         if deltas and item is None:
             raise ConfigError(f"{name}: an adapter of this kind cannot be merged; use adapters_only=True")
         if item is not None and deltas:
             changed[item.current_name] = replace(item, change=_Merge(tuple(deltas), item.shard.layout))
-    for name, module in _instances(model, _REPLACEMENT):
+    for name, module in _find_instances(model, _REPLACEMENT):
         if len(module.active_adapters) != 1:
             raise ConfigError(f"{name} has {module.active_adapters} active; activate one to merge")
         trained = f"{name}.modules_to_save.{module.active_adapters[0]}."
@@ -258,12 +258,12 @@ def merge_into_weights(model: nn.Module, tensors: Sequence[LogicalTensor]) -> li
     return [changed.get(t.current_name, t) for t in tensors if t.current_name not in adapter_tensors]
 
 
-def _unmerged(layer: Any) -> list[str]:
+def _unmerged_adapters(layer: Any) -> list[str]:
     """Return the active adapters of a layer that are not merged yet."""
-    return [a for a in layer.active_adapters if a not in layer.merged_adapters and _factors(layer, a)]
+    return [a for a in layer.active_adapters if a not in layer.merged_adapters and _factor_names(layer, a)]
 
 
-def _factors(layer: object, adapter: str) -> tuple[str, str] | None:
+def _factor_names(layer: object, adapter: str) -> tuple[str, str] | None:
     """Return the names of a layer's factors A and B, or None."""
     if adapter in getattr(layer, "lora_A", {}):
         return f"lora_A.{adapter}.weight", f"lora_B.{adapter}.weight"
@@ -296,16 +296,16 @@ class _Delta:
         return product.to(self.dtype)
 
 
-def _delta(name: str, layer: Any, adapter: str, tensors: Mapping[str, LogicalTensor]) -> _Delta:
+def _make_delta(name: str, layer: Any, adapter: str, tensors: Mapping[str, LogicalTensor]) -> _Delta:
     variant = adapter in getattr(layer, "lora_variant", {}) or layer.lora_bias.get(adapter, False)
-    factor_names = _factors(layer, adapter)
+    factor_names = _factor_names(layer, adapter)
     factors = [tensors.get(f"{name}.{factor}") for factor in factor_names or ()]
     if variant or len(factors) != 2 or any(f is None or len(f.shard.layout.shape) != 2 for f in factors):
         raise ConfigError(
             f"{name}: the adapter {adapter!r} (DoRA, a bias, or a convolution) cannot be merged shard by "
             "shard; use adapters_only=True"
         )
-    a, b = (_whole(factor) for factor in factors if factor is not None)
+    a, b = (_gather(factor) for factor in factors if factor is not None)
     embedding = "embedding" in (factor_names or ("",))[0]
     turned = bool(getattr(layer, "fan_in_fan_out", False)) or embedding
     # PEFT casts the product for an embedding before it adds it.
@@ -315,7 +315,7 @@ def _delta(name: str, layer: Any, adapter: str, tensors: Mapping[str, LogicalTen
     return _Delta(a, b, float(layer.scaling[adapter]), turned, dtype)
 
 
-def _whole(factor: LogicalTensor) -> torch.Tensor:
+def _gather(factor: LogicalTensor) -> torch.Tensor:
     shard = factor.shard
     boxes, storage = shard.layout.boxes, shard.storage.detach()
     # A replica that this rank holds whole needs no collective.

@@ -50,9 +50,9 @@ def describe_contents(
     reasons: dict[str, str] = {}
     # A checkpoint assembled from the shares of ranks has no layout to restore.
     if record is not None and record.catalog.assembled is None:
-        reasons = _as_loaded(contents, mapped, by_name, record, dtype)
+        reasons = _add_by_recipes(contents, mapped, by_name, record, dtype)
     unmapped = {name: item for name, item in by_name.items() if name not in mapped}
-    _as_reverted(contents, mapped, model, unmapped, dtype)
+    _add_reverted(contents, mapped, model, unmapped, dtype)
     written_names = {name for name, _, _ in contents.entries}
     for name, item in by_name.items():
         if name in mapped:
@@ -74,13 +74,13 @@ def rename_contents(
 
 
 def _add_whole(contents: Contents, name: str, item: LogicalTensor, dtype: torch.dtype | None) -> None:
-    shape, kind = item.shard.layout.shape, _out(item.shard.storage.dtype, dtype)
+    shape, kind = item.shard.layout.shape, _written_dtype(item.shard.storage.dtype, dtype)
     recipe = Recipe(Target(name, shape, kind), geometry.whole(name, shape))
     contents.entries.append((name, spelling(kind, name), shape))
     contents.outgoing.append(Outgoing(recipe, item.shard, item.change))
 
 
-def _as_loaded(
+def _add_by_recipes(
     contents: Contents,
     mapped: set[str],
     by_name: Mapping[str, LogicalTensor],
@@ -101,7 +101,7 @@ def _as_loaded(
     kinds: dict[str, torch.dtype] = {}
     mapped.update(backward.recipes)
     for name, recipe in backward.recipes.items():
-        kind = _out(by_name[name].shard.storage.dtype, dtype)
+        kind = _written_dtype(by_name[name].shard.storage.dtype, dtype)
         for source in dict.fromkeys(str(s) for piece in recipe.pieces for s in piece.source):
             before = kinds.get(source, kind)
             kinds[source] = kind if before == kind else torch.promote_types(before, kind)
@@ -115,12 +115,12 @@ def _as_loaded(
             contents.before[name] = catalog.tensors[name].file
     for name in empty:
         item = by_name[name]
-        kind = _out(item.shard.storage.dtype, dtype)
+        kind = _written_dtype(item.shard.storage.dtype, dtype)
         contents.entries.append((name, spelling(kind, name), item.shard.layout.shape))
     return reasons
 
 
-def _as_reverted(
+def _add_reverted(
     contents: Contents,
     mapped: set[str],
     model: nn.Module,
@@ -135,7 +135,7 @@ def _as_reverted(
     # The library's code runs on symbols instead of values; the result records where each element went.
     with one_thread():
         symbols: dict[str, torch.Tensor] = {
-            name: SymbolicTensor.of(name, shape, _out(unmapped[name].shard.storage.dtype, dtype))
+            name: SymbolicTensor.of(name, shape, _written_dtype(unmapped[name].shard.storage.dtype, dtype))
             for name, shape in shapes.items()
         }
         try:
@@ -154,7 +154,7 @@ def _as_reverted(
     mapped.update(back)
     for name, pieces in back.items():
         item = unmapped[name]
-        kind = _out(item.shard.storage.dtype, dtype)
+        kind = _written_dtype(item.shard.storage.dtype, dtype)
         recipe = Recipe(Target(name, shapes[name], kind), pieces)
         contents.outgoing.append(Outgoing(recipe, item.shard, item.change))
         used.update(str(s) for piece in pieces for s in piece.source)
@@ -163,7 +163,7 @@ def _as_reverted(
     ]
 
 
-def _out(current: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
+def _written_dtype(current: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
     return dtype if dtype is not None and current.is_floating_point else current
 
 
@@ -186,11 +186,11 @@ def apply_overrides(
     mine = torch.tensor([name in overrides.shards for name in firsts], dtype=torch.int64, device="cpu")
     holders = world.all_reduce_sum(mine, "collecting the overrides").tolist()
     return [
-        replace(item, shard=overrides.shards.get(name, _nothing(item.shard))) if count else item
+        replace(item, shard=overrides.shards.get(name, _empty_shard(item.shard))) if count else item
         for item, name, count in zip(tensors, firsts, holders, strict=True)
     ]
 
 
-def _nothing(shard: Shard) -> Shard:
+def _empty_shard(shard: Shard) -> Shard:
     layout = Layout(shard.layout.shape, 0, 0, ())
     return Shard(shard.name, layout, torch.empty(0, dtype=torch.float32, device="cpu"), lambda _: layout)

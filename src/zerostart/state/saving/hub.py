@@ -112,13 +112,13 @@ def build_model_card(path: Path, root: str) -> ModelCard:
         library_name=library,
         tags=["zerostart"],
     )
-    lines = ["# " + path.resolve().name, "", _origin(base, source["commit"] if source else "", root)]
+    lines = ["# " + path.resolve().name, "", _describe_origin(base, source["commit"] if source else "", root)]
     version = importlib.metadata.version("zerostart")
     lines += ["", f"Saved with zerostart {version}.", ""]
     return ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n".join(lines))
 
 
-def _origin(base: str | None, commit: str, root: str) -> str:
+def _describe_origin(base: str | None, commit: str, root: str) -> str:
     if base is not None:
         return f"Trained from [{base}](https://huggingface.co/{base}), revision `{commit}`."
     # Only the name: the path has a meaning only on this machine.

@@ -98,10 +98,9 @@ class SaveReport:
         return shown_record(self)
 
     def __str__(self) -> str:
-        rate = int(self.total_bytes / max(self.seconds, 1e-9))
         lines = [
             f"saved {len(self.tensors)} tensors, {decimal(self.total_bytes)}, in {len(self.files)} "
-            f"files to {shown_url(self.path)} in {self.seconds:.1f} s ({decimal(rate)}/s); this rank "
+            f"files to {shown_url(self.path)} in {self.seconds:.1f} s; this rank "
             f"{decimal(self.written_bytes)}"
         ]
         lines += [f"  {name} under the model's own name: {why}" for name, why in self.own_names.items()]
@@ -121,12 +120,12 @@ def save_model(request: SaveRequest, path: str | os.PathLike[str]) -> SaveReport
         with open_publication(path, world) as publication:
             if request.adapters_only:
                 assert adapted is not None, "checked above"
-                saved_parts = _adapters(live, adapted, publication, request)
+                saved_parts = _save_adapters(live, adapted, publication, request)
             else:
-                saved_parts = [(".", *_model(live, publication, request))]
+                saved_parts = [(".", *_save_whole_model(live, publication, request))]
             for folder, written, _ in saved_parts:
                 publication.add_digests(written.digests, folder)
-    return _report(path, saved_parts, publication.names, time.perf_counter() - start)
+    return _make_report(path, saved_parts, publication.names, time.perf_counter() - start)
 
 
 def _check_adapters(inner: nn.Module, adapted: Adapted | None, request: SaveRequest) -> None:
@@ -146,11 +145,13 @@ def _check_adapters(inner: nn.Module, adapted: Adapted | None, request: SaveRequ
 SavedPart = tuple[str, Written, Contents]
 
 
-def _model(live: LiveModel, publication: Publication, request: SaveRequest) -> tuple[Written, Contents]:
+def _save_whole_model(
+    live: LiveModel, publication: Publication, request: SaveRequest
+) -> tuple[Written, Contents]:
     world, inner, record = live.world, live.module, live.record
     with world.phase("looking at the model"):
         contents, parameters = collect_saved_contents(live, request)
-        stem = request.stem or _stem(inner, record)
+        stem = request.stem or _choose_stem(inner, record)
     written = write_tensors(
         publication,
         contents.entries,
@@ -179,7 +180,7 @@ def collect_saved_contents(live: LiveModel, request: SaveRequest) -> tuple[Conte
     # The order matters: masters replace rounded parameters, overrides replace both, and adapters are merged
     # into the result.
     if request.dtype == torch.float32:
-        tensors = apply_overrides(tensors, _masters(live), live.world)
+        tensors = apply_overrides(tensors, _master_overrides(live), live.world)
     if request.overrides is not None:
         tensors = apply_overrides(tensors, request.overrides, live.world)
     if request.merge_adapters:
@@ -194,12 +195,12 @@ def collect_saved_contents(live: LiveModel, request: SaveRequest) -> tuple[Conte
     return contents, sum(prod(item.shard.layout.shape) for item in tensors if item.is_parameter)
 
 
-def _adapters(
+def _save_adapters(
     live: LiveModel, adapted: Adapted, publication: Publication, request: SaveRequest
 ) -> list[SavedPart]:
     world, written_as = live.world, request.adapter_format
     with world.phase("looking at the adapters"):
-        files = _adapter_files(live, adapted, request)
+        files = _list_adapter_files(live, adapted, request)
     saved_parts = []
     for file in files:
         directory = publication.directory / file.folder
@@ -225,11 +226,11 @@ def _adapters(
     return saved_parts
 
 
-def _adapter_files(live: LiveModel, adapted: Adapted, request: SaveRequest) -> list[AdapterFile]:
+def _list_adapter_files(live: LiveModel, adapted: Adapted, request: SaveRequest) -> list[AdapterFile]:
     tensors, _ = live.tensors()
     if request.overrides is not None:
         tensors = apply_overrides(tensors, request.overrides, live.world)
-    shards = _by_identity(live.module, tensors)
+    shards = _shards_by_id(live.module, tensors)
     return list_adapter_files(adapted, shards, request.dtype, request.adapter_format)
 
 
@@ -243,7 +244,7 @@ def collect_served_contents(live: LiveModel, dtype: torch.dtype | None, merge_ad
         return collect_saved_contents(live, request)[0]
     adapted = find_adapted_model(live.wrapper, within=True)
     request = SaveRequest(live.wrapper, dtype=dtype, adapters_only=True)
-    files = [] if adapted is None else _adapter_files(live, adapted, request)
+    files = [] if adapted is None else _list_adapter_files(live, adapted, request)
     if len(files) != 1:
         names = f"{len(files)} ({', '.join(file.name for file in files)})" if files else "none"
         raise ConfigError(
@@ -253,20 +254,20 @@ def collect_served_contents(live: LiveModel, dtype: torch.dtype | None, merge_ad
     return files[0].contents
 
 
-def _masters(live: LiveModel) -> TensorOverrides:
+def _master_overrides(live: LiveModel) -> TensorOverrides:
     """Return the fp32 masters as overrides of the parameters."""
     training = LiveTraining(live.wrapper, None, live.world)
     return TensorOverrides({one.name: one.shard for one in training.masters()}, training.ties)
 
 
-def _by_identity(inner: nn.Module, tensors: list[LogicalTensor]) -> dict[int, Shard]:
+def _shards_by_id(inner: nn.Module, tensors: list[LogicalTensor]) -> dict[int, Shard]:
     """Return shards by the ``id`` of their tensors in the model's state dict."""
     state = inner.state_dict(keep_vars=True)
     # PEFT picks tensors out of the state dict itself; their identity finds their shards.
     return {id(state[t.current_name]): t.shard for t in tensors if t.current_name in state}
 
 
-def _stem(model: nn.Module, record: LoadRecord | None) -> str:
+def _choose_stem(model: nn.Module, record: LoadRecord | None) -> str:
     stem = library_of(model).weights_stem
     if record is None or stem == ModelLibrary.weights_stem:
         return stem
@@ -278,7 +279,7 @@ def _stem(model: nn.Module, record: LoadRecord | None) -> str:
     return stems.pop() if len(stems) == 1 else "model"
 
 
-def _report(
+def _make_report(
     path: str | os.PathLike[str], saved_parts: list[SavedPart], names: Mapping[str, str], seconds: float
 ) -> SaveReport:
     files: list[str] = []
@@ -344,13 +345,13 @@ def copy_beside(root: Path, directory: Path) -> None:
         if not configured and path.suffix in (".txt", ".py") and path.name not in _VOCABULARIES:
             continue
         if path.suffix in _KINDS and not _NOT_COPIED.fullmatch(path.name):
-            _copy(path, directory / path.name)
+            _copy_file(path, directory / path.name)
     for name in _FOLDERS:
         for path in sorted((root / name).iterdir()) if (root / name).is_dir() else ():
-            _copy(path, directory / name / path.name)
+            _copy_file(path, directory / name / path.name)
 
 
-def _copy(path: Path, to: Path) -> None:
+def _copy_file(path: Path, to: Path) -> None:
     if path.is_file() and path.stat().st_size <= _MAX_COPIED_BYTES and not to.exists():
         to.parent.mkdir(exist_ok=True)
         shutil.copyfile(path, to)

@@ -86,7 +86,7 @@ class StoreOutput:
         world: World,
     ) -> None:
         layout = self._layout
-        windows = _windows(layout, world)
+        windows = _plan_windows(layout, world)
         first = {
             window.file: number
             for number, current in enumerate(windows)
@@ -95,9 +95,9 @@ class StoreOutput:
         }
         rounds: dict[int, list[Write]] = {}
         for write in plan.writes:
-            file, offset = _place(layout, write.name, write.first * write.dtype.itemsize)
+            file, offset = _locate(layout, write.name, write.first * write.dtype.itemsize)
             rounds.setdefault(first[file] + offset // WINDOW_BYTES, []).append(write)
-        batches = {number: list(_batches(layout, writes, world)) for number, writes in rounds.items()}
+        batches = {number: list(_split_batches(layout, writes, world)) for number, writes in rounds.items()}
         own = np.array([len(batches.get(number, ())) for number in range(len(windows))], np.int64)
         steps = np.max(np.stack(world.all_gather_object(own, "counting what the ranks send")), axis=0)
         writer = None
@@ -129,7 +129,7 @@ class StoreOutput:
         """Do nothing: rank 0 deletes the uploads."""
 
 
-def _windows(layout: SaveLayout, world: World) -> list[list[_Window | None]]:
+def _plan_windows(layout: SaveLayout, world: World) -> list[list[_Window | None]]:
     own: list[list[_Window]] = [[] for _ in range(world.size)]
     for number, file in enumerate(layout.files):
         for begin in range(0, file.size, WINDOW_BYTES):
@@ -137,13 +137,13 @@ def _windows(layout: SaveLayout, world: World) -> list[list[_Window | None]]:
     return [list(windows) for windows in itertools.zip_longest(*own)]
 
 
-def _place(layout: SaveLayout, name: str, offset: int) -> tuple[int, int]:
+def _locate(layout: SaveLayout, name: str, offset: int) -> tuple[int, int]:
     """Return the file of byte ``offset`` of a tensor, and the offset there."""
     entry = layout.tensors[name]
     return entry.file, entry.offset + offset
 
 
-def _batches(layout: SaveLayout, writes: Sequence[Write], world: World) -> Iterator[list[Write]]:
+def _split_batches(layout: SaveLayout, writes: Sequence[Write], world: World) -> Iterator[list[Write]]:
     batch: list[Write] = []
     sent_bytes = 0
     for write in writes:
@@ -186,9 +186,9 @@ class _Router:
         return False
 
     def write_rows(self, name: str, data: memoryview, offset: int, length: int, step: int, rows: int) -> None:
-        file, place = _place(self._layout, name, offset)
+        file, place = _locate(self._layout, name, offset)
         at, owner = place % WINDOW_BYTES, file % self._world.size
-        source = _rows(np.frombuffer(data, np.uint8), length, step, rows)
+        source = _view_rows(np.frombuffer(data, np.uint8), length, step, rows)
         with self._lock:
             if owner == self._world.rank:
                 self._fill(at, length, step, rows, source)
@@ -197,7 +197,7 @@ class _Router:
                 self._data[owner].append(source.reshape(-1).copy())
 
     def _fill(self, at: int, length: int, step: int, rows: int, source: _Bytes) -> None:
-        _rows(self._bytes[at:], length, step, rows)[...] = source
+        _view_rows(self._bytes[at:], length, step, rows)[...] = source
         self._filled += length * rows
 
     def messages(self) -> list[torch.Tensor]:
@@ -230,7 +230,7 @@ class _Router:
             )
 
 
-def _rows(data: _Bytes, length: int, step: int, rows: int) -> _Bytes:
+def _view_rows(data: _Bytes, length: int, step: int, rows: int) -> _Bytes:
     if (rows - 1) * step + length > data.size:
         raise CheckpointError("rows of a window end behind it; this is a bug in zerostart")
     return np.lib.stride_tricks.as_strided(data, (rows, length), (step if rows > 1 else length, 1))
