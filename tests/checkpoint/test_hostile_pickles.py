@@ -88,19 +88,19 @@ STORAGE = b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x
 @pytest.mark.parametrize(
     ("content", "what"),
     [
-        (b"\x80\x02" + STORAGE + b")R.", "'Storage' object is not callable"),
-        (b"\x80\x02" + STORAGE + b"}b.", "holds a Storage"),
-        (b"\x80\x02X\x01\x00\x00\x00a)R.", "'str' object is not callable"),
+        (b"\x80\x02" + STORAGE + b")R.", "damaged"),
+        (b"\x80\x02" + STORAGE + b"}b.", "damaged"),
+        (b"\x80\x02X\x01\x00\x00\x00a)R.", "a str is called"),
         (b"\x80\x02ctorch\nFloatStorage\n)R.", "calls 'torch.FloatStorage'"),
         (b"\x80\x02ctorch\nTensor\n)\x81.", "not a state dict"),  # NEWOBJ
-        (b"\x80\x02(ios\nsystem\n.", "instruction"),  # INST
+        (b"\x80\x02(ios\nsystem\n.", "which is code"),  # INST
         (b"\x80\x02(cos\nsystem\no.", "which is code"),  # OBJ
         (b"\x80\x04\x8c\x02os\x8c\x06system\x93.", "which is code"),  # STACK_GLOBAL
-        (b"\x80\x02\x82\x01.", "instruction"),  # EXT1
+        (b"\x80\x02\x82\x01.", "damaged"),  # EXT1
         (b"\x80\x02cbuiltins\ngetattr\n.", "'builtins.getattr'"),
         (b"\x80\x02c__main__\nx\n.", "'__main__.x'"),
         (b"\x80\x02c" + b"a" * 5000, "which is code"),
-        (b"\x80\x02Pxyz\n.", "instruction"),  # PERSID
+        (b"\x80\x02Pxyz\n.", "not a storage"),  # PERSID
         (b"\x80\x02K\x01Q.", "not a storage"),
         (b"\x80\x02}]K\x01s.", "list for a key"),
         (b"\x80\x02" + STORAGE + b"K\x01K\x01s.", "damaged .*'Storage'"),
@@ -110,8 +110,8 @@ STORAGE = b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x
         (b"\x80\x02h\x07.", "damaged"),
         (b"", "damaged"),
         (b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n(K\x01K\x01K\x01K\x01K\x01K\x01tR.", "something other"),
-        (b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n)R.", "from 0 values"),
-        (b"\x80\x02ctorch\nSize\nN\x85R.", "torch.Size"),
+        (b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n)R.", "damaged"),
+        (b"\x80\x02ctorch\nSize\nN\x85R.", "damaged"),
         (b"\x80\x02ccollections\nOrderedDict\n]N\x61\x85R.", "damaged .*argument"),
         (b"\x80\x02ctorch._tensor\n_rebuild_from_type_v2\n(ctorch.device\n\n)tR.", "which is code"),
     ],
@@ -127,7 +127,6 @@ def test_pickles_that_torch_does_not_write_are_refused(content: bytes, what: str
         ({"x/byteorder": b"big"}, "big-endian"),
         ({"x/data/0": b"\0" * 44}, "storage of 44 bytes"),
         ({"x/data/0": b"\0" * 400}, "storage of 400 bytes"),
-        ({"x/constants.pkl": b""}, "TorchScript"),
         ({"y/data.pkl": b""}, "no data.pkl"),
         ("x/data/1", "does not have"),
         ("x/data.pkl", "no data.pkl"),
@@ -176,11 +175,10 @@ def test_views_outside_their_storage(shape: str, strides: str, offset: str, what
 def test_older_formats_of_torch_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "old.bin"
     torch.save({"w": torch.ones(2)}, path, _use_new_zipfile_serialization=False)
-    text = refused(path, r"before version 1\.6")
-    assert "torch.load" in text
-    assert "safetensors" in text
+    text = refused(path, r"since version 1\.6")
+    assert "bare pickle" in text
     torch.jit.save(torch.jit.script(torch.nn.ReLU()), path)
-    refused(path, "TorchScript")
+    refused(path, "which is code")
 
 
 def _nested_lists(depth: int) -> list[Any]:
@@ -226,10 +224,6 @@ def _nested(within: bytes, before: bytes = b"N") -> bytes:
         b"\x80\x04\x8e" + struct.pack("<Q", 1 << 36) + b"a.",
         b"\x80\x04\x8d" + struct.pack("<Q", (1 << 64) - 1) + b"a.",
         b"\x80\x05\x96" + struct.pack("<Q", 1 << 36) + b".",
-        _CLASS + b"(" + b"N" * 20_000 + b"tq\x01" + b"h\x00h\x01\x81" * 20_000 + b".",
-        _CLASS + b"(" + b"N" * 20_000 + b"tq\x01" + b"h\x00h\x01R" * 20_000 + b".",
-        b"\x80\x02" + b"".join(b"ca\n%d\n" % n for n in range(_MANY)) + b".",
-        b"\x80\x02X" + struct.pack("<L", 1 << 20) + b"a" * (1 << 20) + b"q\x00(" + b"h\x00" * _MANY + b"t.",
         b"\x80\x02ctorch._utils\n_rebuild_tensor\nN}X\x08\0\0\0__code__Ns\x86b.",
         _CLASS + b"N}X\x04\0\0\0nameNs\x86b.",
     ],
@@ -247,10 +241,6 @@ def _nested(within: bytes, before: bytes = b"N") -> bytes:
         "bytes that are not there",
         "a text that is not there",
         "an array that is not there",
-        "arguments",
-        "arguments of calls",
-        "names",
-        "a text over and over",
         "attributes of a call",
         "attributes of a class",
     ],

@@ -108,15 +108,7 @@ def contents_of(document: JsonObject) -> dict[str, JsonObject]:
     """The contents that ``documents`` would give of a document, by what their weights are called."""
     others: dict[str, JsonObject] = dict(document.get("others", {}))
     own = {key: value for key, value in document.items() if key != "others"}
-    if "content" in own or "cache" in own:
-        return {own.get("content", ""): own, **others}
-    # Of a version that had one document for all that a save wrote.
-    files, digests = own["files"], own.get("digests", {})
-    for key, names in grouped(files).items():
-        folder = PurePosixPath(key).parent.as_posix()
-        of = {folder: digests[folder]} if folder in digests else {}
-        others[key] = {"format": FORMAT, "files": {name: files[name] for name in names}, "digests": of}
-    return others
+    return {document.get("content", ""): own, **others}
 
 
 def group_of(name: str, staged: bool = False) -> str:

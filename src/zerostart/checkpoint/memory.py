@@ -18,7 +18,7 @@ from zerostart.checkpoint.catalog import TORCH_NAMES, Catalog, TensorEntry, cont
 from zerostart.checkpoint.formats.inert_pickle import plain_versions
 from zerostart.checkpoint.storage.base import Reader, Residency, Rows, Storage
 from zerostart.checkpoint.strict_json import shown
-from zerostart.errors import ConfigError, EngineError, ReadError, ZerostartError
+from zerostart.errors import ConfigError, EngineError, ReadError
 
 
 def memory_catalog(tensors: Mapping[str, torch.Tensor]) -> Catalog:
@@ -104,20 +104,12 @@ def move_bytes(to: torch.Tensor, source: torch.Tensor) -> None:
 class MemoryReader(Reader):
     """Copies ranges of tensors in memory, on the host or on a device; safe to share between threads."""
 
-    def __init__(
-        self, sources: Sequence[torch.Tensor], lost: Mapping[int, ZerostartError] | None = None
-    ) -> None:
+    def __init__(self, sources: Sequence[torch.Tensor]) -> None:
         self._sources = sources
-        self._lost = lost or {}  # what reading from a source raises that is not there any more
-
-    def _source(self, file: int) -> torch.Tensor:
-        if file in self._lost:
-            raise self._lost[file]
-        return self._sources[file]
 
     def read(self, file: int, offset: int, buffers: Sequence[memoryview]) -> None:
         """Fill ``buffers`` from the bytes of source number ``file``; raises ReadError beyond its end."""
-        source = self._source(file)
+        source = self._sources[file]
         for buffer in buffers:
             part = source[offset : offset + len(buffer)]
             if len(part) != len(buffer):
@@ -127,7 +119,7 @@ class MemoryReader(Reader):
 
     def gather(self, file: int, offset: int, rows: Rows, target: memoryview, step: int) -> None:
         """Copy rows of source number ``file``; raises ReadError beyond its end."""
-        source = self._source(file)
+        source = self._sources[file]
         if offset + rows.span > len(source):
             raise ReadError(f"the storage of tensor number {file} in memory shrank during the load")
         shape = (rows.count, rows.width)
@@ -160,8 +152,6 @@ class MemoryStorage(Storage):
     tensors: Mapping[str, _Known] = field(default_factory=dict, compare=False, repr=False)
     #: After ``kept``: the buffers that are needed again for certain.
     used: frozenset[int] = field(default=frozenset(), compare=False, repr=False)
-    #: After ``recalled``: why buffers are not to be had, by number.
-    lost: Mapping[int, ZerostartError] = field(default_factory=dict, compare=False, repr=False)
 
     #: Every rank has all bytes in memory.
     worth_exchanging: ClassVar[bool] = False
@@ -209,7 +199,7 @@ class MemoryStorage(Storage):
 
     def reader(self, *, cold: bool = False, direct: bool = False) -> MemoryReader:
         """A reader of this rank's own buffers."""
-        return MemoryReader(self.buffers, self.lost)
+        return MemoryReader(self.buffers)
 
     def residency(self) -> Residency:
         """All of it is here."""
@@ -225,31 +215,24 @@ class MemoryStorage(Storage):
         Raises EngineError where one that is used is gone, ReadError where one has changed, in place or by
         getting other memory.
         """
-        empty = torch.empty(0, dtype=torch.uint8, device="cpu")
-        buffers, lost = [empty] * len(self.files), dict[int, ZerostartError]()
-        alive: set[int] = set()
+        buffers = [torch.empty(0, dtype=torch.uint8, device="cpu")] * len(self.files)
+        is_changed = dict[int, bool]()
+        for known in self.tensors.values():
+            # One tensor that lives keeps its storage, and with it all other views.
+            if (tensor := known.reference()) is not None:
+                buffers[known.file] = _bytes_of(tensor)
+                is_changed[known.file] = is_changed.get(known.file, False) or _mark(tensor) != known.mark
         for name, known in self.tensors.items():
-            tensor = known.reference()
-            if tensor is None:
-                continue
-            if _mark(tensor) != known.mark:
-                lost[known.file] = ReadError(
+            if known.file not in is_changed and known.file in self.used:
+                raise EngineError(f"the mapping that the model was loaded from is gone ({name}), {purpose}")
+            if is_changed.get(known.file) and known.file in self.used:
+                raise ReadError(
                     f"the tensor {name} was changed in place since the model was loaded from it, {purpose}"
                 )
-            elif known.file not in alive:
-                buffers[known.file] = _bytes_of(tensor)
-            # One tensor that lives keeps its storage, and with it all other views.
-            alive.add(known.file)
-        for name, known in self.tensors.items():
-            if known.file not in alive:
-                gone = f"the mapping that the model was loaded from is gone ({name}), {purpose}"
-                lost.setdefault(known.file, EngineError(gone))
-        for file, error in lost.items():
-            # Of what this rank needs for certain it is told now; of the rest, when a read asks for it.
-            if file in self.used:
-                raise error
+            if is_changed.get(known.file):
+                buffers[known.file] = buffers[known.file][:0]  # a read of it fails
         _wait_for(buffers)
-        return replace(self, buffers=tuple(buffers), lost=lost)
+        return replace(self, buffers=tuple(buffers))
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,6 @@ import contextlib
 import fnmatch
 import hashlib
 import json
-import logging
 import os
 import shutil
 import tempfile
@@ -20,12 +19,10 @@ from pathlib import Path
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.checkpoint.storage import Storage
 from zerostart.checkpoint.usual_names import SETTINGS, USUAL_SETTINGS
-from zerostart.errors import CheckpointError, WriteError, printable
+from zerostart.errors import CheckpointError, WriteError
 
-logger = logging.getLogger("zerostart")
-
-#: Maximum size of one file, and of all files together that no library looks for, in bytes.
-MAX_BYTES = 256 << 20
+#: Maximum size of one file in bytes; larger files that no library looks for are a user's data.
+MAX_BYTES, MAX_OTHER_BYTES = 256 << 20, 32 << 20
 #: Indexes and documents of saves describe weights, which are not here.
 _LEFT_OUT = ("*.index.json", "*.index.*.json", "zerostart.json", "state.json", "model_index.json")
 #: Files fetched at once, and bytes of one read.
@@ -38,21 +35,12 @@ def settings_here(storage: Storage) -> str:
     Raises ReadError, CheckpointError for a file that is too long, WriteError if there is no room.
     """
     sizes = dict(zip(storage.names(), storage.sizes, strict=True))
-    names = [name for name in sizes if _matches(name, SETTINGS) and not _matches(name, _LEFT_OUT)]
-    # Long files, or many, that no library looks for are a user's data.
-    others = sorted((name for name in names if name not in USUAL_SETTINGS), key=lambda name: sizes[name])
-    left_out, total = set(), 0
-    for name in others:
-        total += sizes[name]
-        if total > MAX_BYTES:
-            left_out.add(name)
-    if left_out:
-        logger.warning(
-            "%s: %d files beside the weights are not fetched, %s among them: those that no library looks for "
-            "have more than %d bytes together",
-            *(storage.folder, len(left_out), printable(min(left_out)), MAX_BYTES),
-        )
-    names = [name for name in names if name not in left_out]
+    names = [
+        name
+        for name, size in sizes.items()
+        if name in USUAL_SETTINGS or (size <= MAX_OTHER_BYTES and _matches(name, SETTINGS))
+        if not _matches(name, _LEFT_OUT)
+    ]
     return str(copied(storage, names)) if names else ""
 
 

@@ -19,51 +19,51 @@ def local_ranks() -> int:
     return max(1, int(size)) if size.isdecimal() else 1
 
 
-def machine_name(root: Path = ROOT) -> str:
+def machine_name() -> str:
     """Return the identity of the running kernel, shared by containers."""
-    return _text(root / "proc/sys/kernel/random/boot_id") or platform.node()
+    return _text(ROOT / "proc/sys/kernel/random/boot_id") or platform.node()
 
 
-def describe_mounts(root: Path = ROOT) -> str:
+def describe_mounts() -> str:
     """Return the identity of the machine and its mounted file systems."""
     try:
-        mounts = str((root / "proc/self/ns/mnt").readlink())
+        mounts = str((ROOT / "proc/self/ns/mnt").readlink())
     except OSError:
         mounts = ""
-    return f"{machine_name(root)} {mounts}"
+    return f"{machine_name()} {mounts}"
 
 
-def cores(root: Path = ROOT) -> float:
+def cores() -> float:
     """Return the number of usable processors: the affinity, within the control groups' quotas."""
     own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min([float(own), *_quotas(root)])
+    return min([float(own), *_quotas()])
 
 
-def available_memory(root: Path = ROOT) -> int:
+def available_memory() -> int:
     """Return the free memory of the machine and the control groups, in bytes."""
-    meminfo = dict(line.split(":", 1) for line in _text(root / "proc/meminfo").splitlines() if ":" in line)
+    meminfo = dict(line.split(":", 1) for line in _text(ROOT / "proc/meminfo").splitlines() if ":" in line)
     free = [int(meminfo["MemAvailable"].split()[0]) * 1024] if "MemAvailable" in meminfo else []
-    return min([*free, *_memory_left(root)], default=UNKNOWN)
+    return min([*free, *_memory_left()], default=UNKNOWN)
 
 
-def _quotas(root: Path) -> Iterator[float]:
-    for folder in _groups(root):
+def _quotas() -> Iterator[float]:
+    for folder in _groups():
         quota, _, period = _text(folder / "cpu.max").partition(" ")
         if quota.isdecimal() and period.strip().isdecimal():
             yield max(1.0, int(quota) / int(period))
 
 
-def _memory_left(root: Path) -> Iterator[int]:
-    for folder in _groups(root):
+def _memory_left() -> Iterator[int]:
+    for folder in _groups():
         most, used = _text(folder / "memory.max"), _text(folder / "memory.current")
         if most.isdecimal() and used.isdecimal():
             cached = re.search(r"^inactive_file (\d+)$", _text(folder / "memory.stat"), re.MULTILINE)
             yield max(0, int(most) - int(used) + (int(cached[1]) if cached else 0))
 
 
-def _groups(root: Path) -> Iterator[Path]:
-    base = root / "sys/fs/cgroup"
-    for line in _text(root / "proc/self/cgroup").splitlines():
+def _groups() -> Iterator[Path]:
+    base = ROOT / "sys/fs/cgroup"
+    for line in _text(ROOT / "proc/self/cgroup").splitlines():
         if line.startswith("0::"):
             folder = base / line[3:].strip("/")
             yield from (each for each in (folder, *folder.parents) if each == base or base in each.parents)

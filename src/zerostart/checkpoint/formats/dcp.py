@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from zerostart.checkpoint.catalog import TORCH_NAMES, TensorEntry
-from zerostart.checkpoint.formats.inert_pickle import InertObject, Opaque, StoredTensor, read_inert_pickle
+from zerostart.checkpoint.formats.inert_pickle import Global, InertObject, StoredTensor, read_inert_pickle
 from zerostart.checkpoint.formats.torch_zip import WRAPPERS, TorchArchive
 from zerostart.checkpoint.formats.training import (
     STATE,
@@ -136,7 +136,7 @@ def _described(value: object, path: Path) -> dict[str, Described]:
         properties, chunks = entry.get("properties"), entry.get("chunks")
         given = properties.state if isinstance(properties, InertObject) else None
         dtype = given.get("dtype") if isinstance(given, dict) else given[0] if type(given) is tuple else None
-        spelled = TORCH_NAMES.get(dtype.name.removeprefix("torch.")) if type(dtype) is Opaque else None
+        spelled = TORCH_NAMES.get(dtype.name.removeprefix("torch.")) if type(dtype) is Global else None
         if spelled is None:
             raise CheckpointError(
                 f"{path}: tensor {shown(str(key))} has a type that this version does not read"

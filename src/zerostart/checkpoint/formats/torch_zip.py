@@ -15,14 +15,15 @@ import io
 import json
 import os
 import zipfile
+from math import prod
 from typing import Any, NoReturn
 
 from zerostart.checkpoint.catalog import DTYPE_BITS, TORCH_NAMES, TensorEntry, contiguous_strides
 from zerostart.checkpoint.formats.inert_pickle import StoredTensor, plain_versions, read_inert_pickle
 from zerostart.checkpoint.storage.base import HeaderBytes, Opener
 from zerostart.checkpoint.storage.files import open_regular
-from zerostart.checkpoint.strict_json import DAMAGED, named_kind, shown
-from zerostart.errors import CheckpointError
+from zerostart.checkpoint.strict_json import DAMAGED, HEAD_BYTES, named_kind, shown
+from zerostart.errors import CheckpointError, printable
 
 #: Keys that frameworks put the weights under: Lightning and timm, fairseq, DeepSpeed, tutorials, Wan.
 WRAPPERS = ("state_dict", "model", "module", "model_state_dict", "model_state")
@@ -95,7 +96,11 @@ class TorchArchive:
     def __init__(self, handle: HeaderBytes, size: int, path: str, base: int = 0) -> None:
         self._path, self._base, self._size = path, base, size
         self._file = _Bytes(handle, base, size, path)
-        _check_format(self._file.read(512), path)
+        if (head := self._file.read(HEAD_BYTES))[:4] != b"PK\3\4":
+            kind = named_kind(head) or DAMAGED
+            raise CheckpointError(
+                f"{path}: not a file of torch.save since version 1.6 (a zip archive): {kind}"
+            )
         self._records = self._directory()
         pickles = [name for name in self._records if name.count("/") == 1 and name.endswith("/data.pkl")]
         if len(pickles) != 1:
@@ -103,10 +108,6 @@ class TorchArchive:
                 f"{path}: the archive has no data.pkl, so torch.save did not write it: {DAMAGED}"
             )
         self._prefix = pickles[0].removesuffix("data.pkl")
-        if f"{self._prefix}constants.pkl" in self._records:
-            raise CheckpointError(
-                f"{path}: a TorchScript program, not a state dict; {_CONVERT}, from torch.jit.load(...)"
-            )
         order = f"{self._prefix}byteorder"
         if order in self._records and self._read(order) != b"little":
             raise CheckpointError(
@@ -133,27 +134,24 @@ class TorchArchive:
             self._refuse(
                 name, "is stored as a conjugate or negative view; save tensor.resolve_conj().resolve_neg()"
             )
-        width = DTYPE_BITS[dtype] // 8
+        width, count = DTYPE_BITS[dtype] // 8, prod(tensor.shape)
         start, length = self._storage(name, tensor.storage.key)
         if length != tensor.storage.numel * (DTYPE_BITS[unit] // 8):
             self._refuse(
                 name, f"has a storage of {length} bytes where the pickle says {tensor.storage.numel} {unit}"
             )
-        count, last = 1, tensor.offset
-        for size, stride in zip(tensor.shape, tensor.strides, strict=True):
-            count *= size
-            last += max(0, size - 1) * stride
-            if count * width > _MAX_COUNT:
-                self._refuse(name, f"has the shape {shown(str(tensor.shape))}, whose size overflows 64 bits")
-        if count and (last + 1) * width > length:
+        steps = zip(tensor.shape, tensor.strides, strict=True)
+        if count and (tensor.offset + sum((n - 1) * step for n, step in steps) + 1) * width > length:
             self._refuse(name, f"reaches beyond its storage of {length} bytes")
+        if count * width > _MAX_COUNT:
+            self._refuse(name, f"has the shape {shown(str(tensor.shape))}, whose size overflows 64 bits")
         plain = count == 0 or contiguous_strides(tensor.shape, tensor.strides)
         before = tensor.offset if count else 0
-        offset = self._base + start + before * width
-        strides = None if plain else tensor.strides
-        same_as = "" if first == name else first
         return TensorEntry(
-            name, dtype, tensor.shape, file_index, offset, count * width, strides, before, same_as
+            *(name, dtype, tensor.shape, file_index, self._base + start + before * width, count * width),
+            strides=None if plain else tensor.strides,
+            storage_offset=before,
+            same_as="" if first == name else first,
         )
 
     def locate_storages(self) -> None:
@@ -206,59 +204,37 @@ class TorchArchive:
         raise CheckpointError(f"{self._path}: tensor {shown(name)} {reason}: {DAMAGED}")
 
 
-def _check_format(head: bytes, path: str) -> None:
-    if head[:4] == b"PK\3\4":
-        return
-    if head[:1] == b"\x80" or head[257:262] == b"ustar":
-        kind = "a bare pickle" if head[:1] == b"\x80" else "a tar archive"
-        raise CheckpointError(
-            f"{path}: in the format of torch.save before version 1.6 ({kind}), whose tensors cannot be "
-            f"read without running code in the file; {_CONVERT}"
-        )
-    what = named_kind(head) or DAMAGED
-    raise CheckpointError(f"{path}: not a file written by torch.save (no zip archive): {what}")
-
-
 def _weights(value: Any, path: str) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: holds a {_kind(value)}, not a state dict; {_CONVERT}")
+        kind = "tensor" if type(value) is StoredTensor else type(value).__name__
+        raise CheckpointError(f"{path}: holds a {kind}, not a state dict; {_CONVERT}")
     notes: dict[str, str] = {}
+    left: dict[Any, Any] = {}
     wrapped = [key for key in WRAPPERS if isinstance(value.get(key), dict) and _tensors(value[key])]
     if len(wrapped) > 1:
         raise CheckpointError(
             f"{path}: holds several sets of weights ({' and '.join(wrapped)}), and it is not clear "
             "which one to load; save the one that is meant as a file of its own"
         )
-    left = {}
     if wrapped:
-        left = {key: item for key, item in value.items() if key != wrapped[0]}
-        value = value[wrapped[0]]
+        left, value = value, value[wrapped[0]]
         notes["state_dict"] = wrapped[0]
     found = _tensors(value)
-    left |= {key: item for key, item in value.items() if type(item) is not StoredTensor}
-    if left and not found:
+    names = [key for key in left if key not in wrapped] + [key for key in value if key not in found]
+    ignored = ", ".join(printable(str(name)) for name in names[:20]) + (", ..." if names[20:] else "")
+    if names and not found:
         raise CheckpointError(
             f"{path}: holds no tensors at its top level or under {', '.join(WRAPPERS)}; it holds "
-            f"{_listed(left)}. Save the state dict as a file of its own"
+            f"{ignored}. Save the state dict as a file of its own"
         )
-    if left:
-        notes["ignored"] = _listed(left)
-    if (noted := getattr(value, "noted", None)) is not None:
-        notes[NOTED_VERSIONS] = json.dumps(plain_versions(noted))
-    for key in found:
-        if type(key) is not str:
-            raise CheckpointError(f"{path}: a tensor has a {type(key).__name__} for a name, not a string")
+    if names:
+        notes["ignored"] = ignored
+    if (metadata := getattr(value, "metadata", None)) is not None:
+        notes[NOTED_VERSIONS] = json.dumps(plain_versions(metadata))
+    if (name := next((key for key in found if type(key) is not str), "")) != "":
+        raise CheckpointError(f"{path}: a tensor has a {type(name).__name__} for a name, not a string")
     return found, notes
 
 
 def _tensors(value: dict[object, object]) -> dict[Any, StoredTensor]:
     return {key: item for key, item in value.items() if type(item) is StoredTensor}
-
-
-def _kind(value: object) -> str:
-    return "tensor" if type(value) is StoredTensor else type(value).__name__
-
-
-def _listed(values: dict[object, object]) -> str:
-    names = [shown(key)[1:-1] if type(key) is str else f"a {type(key).__name__}" for key in values]
-    return ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")

@@ -202,13 +202,6 @@ _NUMBERS = {"F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i"}
 Placing = Callable[[str, StoredTensor], TensorEntry]
 
 
-#: What readers stumble over where a record is not what it has to be.
-_STUMBLES = (
-    *(ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError),
-    *(TypeError, ValueError, struct.error),
-)
-
-
 class PartFiles:
     """Files by the numbers that entries call them by.
 
@@ -380,7 +373,7 @@ def _damage_named(directory: Path, files: PartFiles) -> Iterator[None]:
         told = str(error)
     except OSError as error:
         raise ReadError(f"{files.reading or directory}: cannot be read: {error.strerror}") from error
-    except _STUMBLES as error:
+    except Exception as error:  # damage leads to any error
         cause = error
         record = f"what it says of {shown(files.record)}" if files.record else "what it says"
         told = f"{record} makes no sense ({type(error).__name__}: {shown(str(error))}): {DAMAGED}"

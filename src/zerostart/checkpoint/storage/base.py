@@ -40,9 +40,9 @@ class Rows:
         """Number of bytes from the first byte of the first row to the last byte of the last."""
         return (self.count - 1) * self.stride + self.width
 
-    def extents(self, gap: int = FETCHED_GAP) -> Iterator[tuple[int, int]]:
+    def extents(self) -> Iterator[tuple[int, int]]:
         """The ranges ``(start, bytes)`` that are fetched with one request each."""
-        if self.stride - self.width <= gap:
+        if self.stride - self.width <= FETCHED_GAP:
             yield 0, self.span
         else:
             for row in range(self.count):

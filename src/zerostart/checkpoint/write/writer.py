@@ -46,7 +46,6 @@ class CheckpointWriter:
     ) -> None:
         self.directory = Path(directory)
         self.layout = layout
-        self.written = 0
         self._token = uuid.uuid4().hex[:12] if token is None else token
         self._durable = durable
         #: By the file's position and whether it goes round the page cache.
@@ -115,8 +114,6 @@ class CheckpointWriter:
         for row in range(rows):
             begin = row * step
             cached += self._put(data[begin : begin + length], place + begin, entry.file)
-        with self._lock:
-            self.written += rows * length
         self._follow(entry.file, place, span, cached)
 
     def goes_round(self, nbytes: int) -> bool:
