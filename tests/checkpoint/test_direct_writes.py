@@ -83,7 +83,6 @@ def test_ranks_share_pages(cut: str, chunk: int, tmp_path: Path, written: Writte
             ]
             plan, storages = plan_own_writes(layout, outgoing, chunk)
             write_out(plan, storages, writer, 2)
-        assert writer.written == layout.total_size
     found = load_file(tmp_path / "model.safetensors")
     for name, tensor in tensors.items():
         assert torch.equal(found[name].view(torch.int16), tensor.view(torch.int16)), name

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
@@ -38,7 +37,6 @@ WEIGHTS = re.compile(
 )
 #: The same of files that a save writes, which have no mark yet: what looks like one is of the stem.
 _STAGED = re.compile(WEIGHTS.pattern.replace("(-[0-9a-f]{12})?", ""))
-_TOKEN = re.compile(r"[0-9a-f]{12}")
 
 
 def is_inside(name: object) -> bool:
@@ -53,12 +51,6 @@ def documents(path: str | Path) -> list[JsonObject]:
     place = Path(path)
     found = [one for name in MARKERS if (one := current(place, name)) is not None]
     return [one for document in found for one in (document, *document.get("others", {}).values())]
-
-
-def current(place: Path, name: str) -> JsonObject | None:
-    """The document called ``name`` as it is to be read now; None without one. Raises VerifyError."""
-    # One that waits for its name comes first: the weights that it describes are those that readers find now.
-    return _pending(place, name) or _read(place / name)
 
 
 def saved_at(document: Mapping[str, object], marker: Path) -> int:
@@ -98,12 +90,6 @@ def _digest(document: Mapping[str, object], entries: Iterable[str]) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def lies_at(place: Path, document: Mapping[str, object], name: str) -> Path:
-    """Where a file of a document lies: of a save that was killed, or goes on, it may lie with that still."""
-    staged = place / HIDDEN / str(document.get("save")) / name
-    return staged if _TOKEN.fullmatch(str(document.get("save"))) and staged.is_file() else place / name
-
-
 def contents_of(document: JsonObject) -> dict[str, JsonObject]:
     """The contents that ``documents`` would give of a document, by what their weights are called."""
     others: dict[str, JsonObject] = dict(document.get("others", {}))
@@ -136,22 +122,9 @@ def grouped(names: Iterable[str], staged: bool = False) -> dict[str, list[str]]:
     return groups
 
 
-def _pending(place: Path, name: str) -> JsonObject | None:
-    for plan in (place / HIDDEN).glob(f"*{PLAN_SUFFIX}"):
-        staged = plan.with_suffix("")
-        try:
-            document, renames = _read(staged / name), read_json(plan, "plan")
-        except (VerifyError, CheckpointError, ReadError):  # ended meanwhile, or not written by a save
-            continue
-        switch, over = str(renames.get("switch")), str(renames.get("over") or "")
-        # The staged switch has got its name, and the file that readers would prefer is gone.
-        switched = not (staged / switch).exists() and not (over and os.path.lexists(place / over))
-        if document is not None and _TOKEN.fullmatch(staged.name) and switched:
-            return document
-    return None
-
-
-def _read(marker: Path) -> JsonObject | None:
+def current(place: Path, name: str) -> JsonObject | None:
+    """The document called ``name``; None without one. Raises VerifyError."""
+    marker = place / name
     try:
         if not marker.is_file():
             return None

@@ -138,21 +138,15 @@ def download(source: str, classes: Collection[str] = ()) -> Path:
     missing = f"{source}: no file or directory of this name, not in the local hub cache"
     try:
         return _snapshot(identifier, revision)
-    except LocalEntryNotFoundError as error:
-        answer = error.__cause__
-        fault = (
-            f"says {_line(answer)}" if isinstance(answer, HfHubHTTPError) else "cannot be reached from here"
-        )
+    except (LocalEntryNotFoundError, HfHubHTTPError) as error:
+        answer = error if isinstance(error, HfHubHTTPError) else error.__cause__
+        is_answer = isinstance(answer, HfHubHTTPError)
+        fault = f"does not give this model ({_line(answer)})" if is_answer else "cannot be reached from here"
         raise CheckpointNotFoundError(
-            f"{missing} ({huggingface_hub.constants.HF_HUB_CACHE}), and {where} {fault}; "
-            f"fetch it where there is a network (hf download {identifier}), and copy the cache or name "
-            "the directory"
+            f"{missing} ({huggingface_hub.constants.HF_HUB_CACHE}), and {where} {fault}; check the name, "
+            "accept the licence on its page and log in with hf auth login, or fetch it on another machine "
+            f"(hf download {identifier}), and copy the cache or name the directory"
         ) from None  # the hub's error may repeat the request
-    except HfHubHTTPError as error:
-        raise CheckpointNotFoundError(
-            f"{missing}, and {where} does not give this model ({_line(error)}); look for a mistake in its "
-            "name, or accept its licence on its page and log in with hf auth login"
-        ) from None
     except (ZerostartError, ImportError):
         raise
     except Exception as error:  # a connection that breaks off, by whatever client it is; a disk that is full

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
-import stat
 import threading
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -15,12 +14,14 @@ from pathlib import Path, PurePosixPath
 from zerostart.checkpoint.catalog import DTYPE_BITS, Catalog, TensorEntry
 from zerostart.checkpoint.digest import Digests, is_comparable
 from zerostart.checkpoint.formats.weights import storage_catalog
-from zerostart.checkpoint.manifest import MARKERS, STATE_MARKER, check_seal, documents, lies_at
+from zerostart.checkpoint.manifest import MARKERS, STATE_MARKER, check_seal, documents
 from zerostart.checkpoint.paths import expanded, wait_for
 from zerostart.checkpoint.settings import copied
 from zerostart.checkpoint.source import Files, open_catalog
-from zerostart.checkpoint.storage import Storage, storage_at
+from zerostart.checkpoint.storage import LocalFiles, Storage, storage_at
+from zerostart.checkpoint.storage.files import open_regular
 from zerostart.checkpoint.strict_json import JsonObject, shown
+from zerostart.checkpoint.write.staging import finish_switched
 from zerostart.distributed.machine import cores
 from zerostart.errors import CheckpointError, CheckpointNotFoundError, ReadError, VerifyError
 
@@ -51,23 +52,21 @@ def verify(path: str | os.PathLike[str]) -> Verified:
     else:
         place = _documents_here(storage)
     shown_place = place if storage is None else storage.folder
-    found = documents(place)
+    try:
+        finish_switched(place)
+        found = documents(place)
+        for document in found:
+            check_seal(document, place / STATE_MARKER)  # which no other has
+    except CheckpointError as error:
+        raise VerifyError(str(error)) from error
     if not found:
         raise VerifyError(
             f"{shown_place}: has no {' and no '.join(MARKERS)}, so nothing records what was saved: "
             "zerostart did not save it, or the save was not complete; zerostart.diff compares it "
             "with another checkpoint"
         )
-    try:
-        for document in found:
-            check_seal(document, place / STATE_MARKER)  # which no other has
-    except CheckpointError as error:
-        raise VerifyError(str(error)) from error
     # Files first, by their sizes: tensors of files that are not whole would only say the same once more.
-    if storage is None:
-        faults = [fault for document in found for fault in _faults_of_files(place, document)]
-    else:
-        faults = [fault for document in found for fault in _faults_of_objects(storage, document)]
+    faults = [fault for document in found for fault in _faults_of_files(place, storage, document)]
     tensors = 0
     for document in found if not faults else ():
         for folder, digests in document.get("digests", {}).items():
@@ -86,21 +85,25 @@ def verify(path: str | os.PathLike[str]) -> Verified:
     return Verified(len(files), tensors, sum(files.values()))
 
 
-def _faults_of_files(place: Path, document: JsonObject) -> Iterator[str]:
+def _faults_of_files(place: Path, storage: Storage | None, document: JsonObject) -> Iterator[str]:
     for name, described in document["files"].items():
-        file = lies_at(place, document, name)
         try:
-            status = file.stat()
-            if not stat.S_ISREG(status.st_mode):  # which may have no end, or none for now
-                yield f"{file} is not a regular file"
-            elif status.st_size != described["bytes"]:
-                yield f"{file} has {status.st_size} bytes and had {described['bytes']}"
+            file = _local_file(str(place / name)) if storage is None else storage.named([name])
+            if file.sizes[0] != described["bytes"]:
+                yield f"{file.files[0]} has {file.sizes[0]} bytes and had {described['bytes']}"
             elif "sha256" in described and _hash(file) != described["sha256"]:
-                yield f"{file} has other contents"
-        except FileNotFoundError:
-            yield f"{file} is missing"
-        except OSError as error:
-            yield f"{file} cannot be read: {error.strerror}"
+                yield f"{file.files[0]} has other contents"
+        except CheckpointNotFoundError:
+            yield f"{place if storage is None else storage.folder}/{name} is missing"
+        except CheckpointError as error:
+            yield str(error)
+        except ReadError as error:
+            raise VerifyError(str(error)) from error
+
+
+def _local_file(path: str) -> Storage:
+    with open_regular(path, "saved") as (_, size):
+        return LocalFiles((path,), (size,))
 
 
 def _documents_here(storage: Storage) -> Path:
@@ -113,21 +116,7 @@ def _documents_here(storage: Storage) -> Path:
         raise VerifyError(str(error)) from error
 
 
-def _faults_of_objects(storage: Storage, document: JsonObject) -> Iterator[str]:
-    for name, described in document["files"].items():
-        try:
-            file = storage.named([name])
-            if file.sizes[0] != described["bytes"]:
-                yield f"{file.files[0]} has {file.sizes[0]} bytes and had {described['bytes']}"
-            elif "sha256" in described and _hash_of_object(file) != described["sha256"]:
-                yield f"{file.files[0]} has other contents"
-        except CheckpointNotFoundError:
-            yield f"{storage.folder}/{name} is missing"
-        except ReadError as error:
-            raise VerifyError(str(error)) from error
-
-
-def _hash_of_object(file: Storage) -> str:
+def _hash(file: Storage) -> str:
     digest, buffer = hashlib.sha256(), bytearray(CHUNK)
     with file.reader() as reader:
         for at in range(0, file.sizes[0], CHUNK):
@@ -135,11 +124,6 @@ def _hash_of_object(file: Storage) -> str:
             reader.read(0, at, [part])
             digest.update(part)
     return digest.hexdigest()
-
-
-def _hash(file: Path) -> str:
-    with file.open("rb") as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
 def _catalog(place: Path, folder: str, document: JsonObject, storage: Storage | None) -> Catalog:

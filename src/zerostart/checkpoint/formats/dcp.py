@@ -173,7 +173,6 @@ def _stored(
         path = directory / file
         with files.opened(path) as (handle, size, number):
             for place in places:
-                files.record = place.key
                 if place.offset < 0 or place.length < 0 or place.offset + place.length > size:
                     raise CheckpointError(
                         f"{path}: the metadata places {shown(place.key)} beyond the end of the file: "

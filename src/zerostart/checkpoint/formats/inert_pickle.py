@@ -230,9 +230,9 @@ def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> 
     is_right = type(storage) is Storage and _counts((offset,)) and _counts(shape) and _counts(strides)
     if not is_right or len(shape) != len(strides):
         raise _Refused("makes a tensor from something other than a storage, an offset, sizes and strides")
-    dtypes = [one.name.removeprefix("torch.") for one in rest if type(one) is Global]
+    dtype = next((one.name.removeprefix("torch.") for one in rest if type(one) is Global), storage.dtype)
     metadata = rest[-1] if len(rest) > 2 and type(rest[-1]) is not Global else None
-    return StoredTensor(storage, *(dtypes or [storage.dtype]), offset, shape, strides, bool(metadata))
+    return StoredTensor(storage, dtype, offset, shape, strides, bool(metadata))
 
 
 def _parameter(tensor: object, *_: object) -> StoredTensor:

@@ -205,13 +205,13 @@ Placing = Callable[[str, StoredTensor], TensorEntry]
 class PartFiles:
     """Files by the numbers that entries call them by.
 
-    ``reading`` is the file that was opened last and ``record`` what of it is looked at: for messages.
+    ``reading`` is the file that was opened last, for messages.
     """
 
     def __init__(self) -> None:
         self.paths: list[str] = []
         self._states: list[FileState] = []
-        self.reading = self.record = ""
+        self.reading = ""
 
     def storage(self) -> Storage:
         """What the files are read by. Raises ReadError."""
@@ -220,7 +220,7 @@ class PartFiles:
     @contextlib.contextmanager
     def opened(self, path: Path) -> Iterator[tuple[HeaderBytes, int, int]]:
         """Bytes, size and number of a file; raises ReadError if somebody writes to it meanwhile."""
-        self.reading, self.record = str(path), ""
+        self.reading = str(path)
         number = len(self.paths)
         # Compared at the end: a file that somebody writes to while it is read may be a mixture of two.
         before = FileState.at(str(path))
@@ -236,7 +236,7 @@ class PartFiles:
     def number(self, entry: TensorEntry) -> float:
         """The value of a stored tensor of one element; raises CheckpointError for another type."""
         form = _NUMBERS.get(entry.dtype)
-        self.reading, self.record = self.paths[entry.file], entry.name
+        self.reading = self.paths[entry.file]
         if form is None or entry.numel != 1:
             raise CheckpointError(f"{self.reading}: {shown(entry.name)} is not a number")
         length = struct.calcsize(form)
@@ -261,7 +261,7 @@ class PartFiles:
             archive.locate_storages()
 
         def place(name: str, tensor: StoredTensor) -> TensorEntry:
-            self.reading, self.record = str(path), name
+            self.reading = str(path)
             return archive.entry(name, tensor, number)
 
         return value, place
@@ -351,33 +351,27 @@ def stock_time(directory: Path) -> tuple[Path, float] | None:
 def _read(place: Path, format_: TrainingFormat, files: PartFiles) -> TrainingContents:
     contents = format_.read(place, files)
     # From here on what is wrong is of the directory, and of no one file.
-    files.reading, files.record = str(place), ""
+    files.reading = str(place)
     check_whole(contents.assembled)
     return contents
 
 
 @contextlib.contextmanager
 def _damage_named(directory: Path, files: PartFiles) -> Iterator[None]:
-    """What is wrong in the files of others, as an error with the file and the record that it was found in.
-
-    The readers check what they know can be wrong. A damaged pickle has more ways than that, and each is the
-    file's fault to whoever loads it; the error below, which names the line, stays its cause.
-    """
+    """Convert errors of damaged files to a CheckpointError that names the file; the cause names the line."""
     try:
         yield
-        return
     except ZerostartError as error:
         if str(directory) in str(error) or not isinstance(error, CheckpointError):
             raise
-        cause: Exception = error
-        told = str(error)
+        raise CheckpointError(f"{files.reading or directory}: {error}") from error
     except OSError as error:
         raise ReadError(f"{files.reading or directory}: cannot be read: {error.strerror}") from error
     except Exception as error:  # damage leads to any error
-        cause = error
-        record = f"what it says of {shown(files.record)}" if files.record else "what it says"
-        told = f"{record} makes no sense ({type(error).__name__}: {shown(str(error))}): {DAMAGED}"
-    raise CheckpointError(f"{files.reading or directory}: {told}") from cause
+        raise CheckpointError(
+            f"{files.reading or directory}: what it says makes no sense "
+            f"({type(error).__name__}: {shown(str(error))}): {DAMAGED}"
+        ) from error
 
 
 def _catalog(

@@ -79,7 +79,7 @@ def _read(directory: Path, files: PartFiles) -> TrainingContents:
         for kind in first.buffers:
             parts = [(ranks[r].buffers[kind][buffer], at, count) for r, buffer, at, count in places]
             key = name if kind == MASTERS else f"{kind}{STATE}{name}"
-            files.reading, files.record = str(first.path), key
+            files.reading = str(first.path)
             found.assembled[key] = from_runs(key, shape, first.buffers[kind][0].dtype, parts)
     first.base.describe(found, states, files)
     found.engine |= {"stage": first.stage, "scale": dict(first.scale)}
@@ -220,23 +220,24 @@ def _scale(scaler: object) -> dict[str, object]:
     return {str(key): value for key, value in state.items() if type(value) in (int, float)}
 
 
+def _overlaps(starts: Sequence[int], at: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    """Yield number, first element and count for the intervals between ``starts`` that hold [at, stop)."""
+    for number, (low, high) in enumerate(pairwise(starts)):
+        first, last = max(at, low), min(stop, high)
+        if first < last:
+            yield number, first - low, last - first
+
+
 def _flat(states: ModelStates, ranks: Sequence[_Rank]) -> Iterator[tuple[str, tuple[int, ...], list[Run]]]:
     for group, shapes in enumerate(states.groups):
         # The ranks' parts laid end to end are the group's flat buffer, in which parameters follow each other
         # (with the padding of each behind it): a parameter may begin on one rank and end on the next.
-        lengths = [rank.buffers[MASTERS][group].numel for rank in ranks]
-        starts = [0, *accumulate(lengths)]
+        starts = [0, *accumulate(rank.buffers[MASTERS][group].numel for rank in ranks)]
         paddings = ranks[0].paddings[group] if ranks[0].paddings else [0] * len(shapes)
         at = 0
         for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
             stop = at + prod(shape)
-            places = []
-            # What the parameter's run [at, stop) has in common with the rank's [low, high).
-            for rank, (low, high) in enumerate(pairwise(starts)):
-                first, last = max(at, low), min(stop, high)
-                if first < last:
-                    places.append((rank, group, first - low, last - first))
-            yield name, shape, places
+            yield name, shape, [(rank, group, first, n) for rank, first, n in _overlaps(starts, at, stop)]
             at = stop + padding
 
 
@@ -245,17 +246,12 @@ def _partitioned(
 ) -> Iterator[tuple[str, tuple[int, ...], list[Run]]]:
     starts = [0, *accumulate(buffer.numel for buffer in ranks[0].buffers[MASTERS])]
     at = 0
-    for name, shape in (item for group in states.groups for item in group.items()):
+    for name, shape in states.shapes.items():
         # Stage 3 gives each rank an equal part, the last one padded: rounded up. `at` counts on one rank, and
         # is the same on all.
         stop = at - (-prod(shape) // len(ranks))
-        places = []
-        for rank in range(len(ranks)):
-            for buffer, (low, high) in enumerate(pairwise(starts)):
-                first, last = max(at, low), min(stop, high)
-                if first < last:
-                    places.append((rank, buffer, first - low, last - first))
-        yield name, shape, places
+        parts = list(_overlaps(starts, at, stop))
+        yield name, shape, [(rank, *part) for rank in range(len(ranks)) for part in parts]
         at = stop
 
 
@@ -439,7 +435,6 @@ def _read_universal(directory: Path, files: PartFiles) -> TrainingContents:
             if type(tensor) is not StoredTensor:
                 raise CheckpointError(f"{path}: holds no tensor: {DAMAGED}")
             key = name if kind == MASTERS else f"{kind}{STATE}{name}"
-            files.record = key
             entry = place(f"stored {key}", tensor)
             if entry.shape == () and kind != MASTERS:
                 found.numbers.setdefault(kind, {})[name] = files.number(entry)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -262,7 +261,6 @@ _OWN = dict.fromkeys(
 )
 #: Entry points of other packages: a scheme, and the subclass of ``Storage``.
 GROUP = "zerostart.storages"
-_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*")
 _registered: dict[str, type[Storage]] = {}
 
 
@@ -271,20 +269,14 @@ def register_storage(kind: type[Storage]) -> type[Storage]:
 
     Raises ConfigError for a scheme that another storage has, and for a class without an ``at`` of its own.
     """
-    given: object = kind.schemes
-    if not given or isinstance(given, str):
+    if not kind.schemes:
         raise ConfigError(f"{kind.__name__} has no URL schemes; set schemes, a tuple of names")
     schemes = [scheme.lower() for scheme in kind.schemes]
     for scheme in schemes:
-        if _SCHEME.fullmatch(scheme) is None:
-            raise ConfigError(
-                f"{kind.__name__}: {scheme!r} is not a URL scheme: a letter, then letters, digits, +, -, ."
-            )
         # The same package may register its class in this process as well as by its entry point.
         installed = _installed().get(scheme)
-        if (installed and _package(installed.module) != _package(kind.__module__)) or _registered.get(
-            scheme, kind
-        ) is not kind:
+        others = installed and installed.module.partition(".")[0] != kind.__module__.partition(".")[0]
+        if others or _registered.get(scheme, kind) is not kind:
             raise ConfigError(f"a storage for {scheme}:// is already registered; choose another scheme")
     _check_reached(kind)
     _registered.update(dict.fromkeys(schemes, kind))
@@ -322,10 +314,6 @@ def _kind_of(source: object) -> type[Storage] | None:
             f"{', '.join(known)}"
         )
     return kind
-
-
-def _package(module: str) -> str:
-    return module.partition(".")[0]
 
 
 def _check_reached(kind: type[Storage]) -> None:

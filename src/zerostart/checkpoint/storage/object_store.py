@@ -35,8 +35,6 @@ CONNECT_TIMEOUT_S, READ_TIMEOUT_S, WRITE_TIMEOUT_S, REQUEST_TIMEOUT_S = 10.0, 15
 PIECE_BYTES, THREAD_BYTES = 256 << 10, 1 << 20
 #: Concurrent data requests of all ranks of a machine, and concurrent metadata requests.
 MAX_REQUESTS, MAX_METADATA_REQUESTS = 64, 16
-#: Bytes at the start of an object that are read with its metadata: maximum, minimum, maximum of all objects.
-HEAD_BYTES, MIN_HEAD_BYTES, ALL_HEADS_BYTES = 256 << 10, 16 << 10, 16 << 20
 #: Assumed cost of a request, for checkpoints smaller than ``MEASURED_BYTES``.
 USUAL_COST = RequestCost(latency=0.03, rate=100e6)
 MEASURED_BYTES, SAMPLE_BYTES = 64 << 20, 4 << 20
@@ -72,15 +70,9 @@ class ObjectFiles(Storage):
     root: str = field(default="", kw_only=True)
     #: URL of the bucket or server for obstore; may contain secrets.
     base: str = field(default="", repr=False, compare=False, kw_only=True)
-    #: First bytes of each file, kept only while a checkpoint is opened.
-    heads: tuple[bytes, ...] = field(default=(), repr=False, compare=False, kw_only=True)
 
     schemes = (*STORES, *WEB)
     cached = False
-
-    def __getstate__(self) -> dict[str, object]:
-        """Pickle without the first bytes."""
-        return {**self.__dict__, "heads": ()}
 
     @classmethod
     def places(cls, source: str) -> tuple[str, str, str]:
@@ -132,32 +124,28 @@ class ObjectFiles(Storage):
 
     def named(self, names: Sequence[str]) -> Storage:
         keys = [self._key(f"{self.folder}/{name}") for name in names]
-        length = min(HEAD_BYTES, ALL_HEADS_BYTES // max(1, len(keys)))
-        length = length if length >= MIN_HEAD_BYTES else 0
-        opened_files = self._request_all(keys, lambda key: self._open_file(key, length))
+        found = self._request_all(keys, self._find)
         for name, key in zip(names, keys, strict=True):
-            if key not in opened_files:
+            if key not in found:
                 raise CheckpointNotFoundError(
                     f"{self.folder}/{name}: this file of the checkpoint is missing; upload it again"
                 )
-        opened = self._with_files({key: opened_files[key][0] for key in keys})
-        return replace(opened, heads=tuple(opened_files[key][1] for key in dict.fromkeys(keys)))
+        return self._with_files({key: found[key] for key in keys})
 
     def directory(self) -> Storage:
         return self._open_folder(self._key(f"{self.folder}/").rstrip("/"))
 
     def measured(self) -> Storage:
-        opened = replace(self, heads=())
         if self.nbytes < MEASURED_BYTES:
-            return replace(opened, cost=USUAL_COST)
+            return replace(self, cost=USUAL_COST)
         file = max(range(len(self.files)), key=lambda number: self.sizes[number])
         length = min(SAMPLE_BYTES, self.sizes[file])
         times = [time.perf_counter()]
-        opened.fetch(file, 0, length, lambda at, piece: times.append(time.perf_counter()))
+        self.fetch(file, 0, length, lambda at, piece: times.append(time.perf_counter()))
         latency, seconds = times[1] - times[0], times[-1] - times[0]
         # A fast store sends more than the first piece before that piece is delivered.
         rate = length / max(seconds - latency, seconds / 8)
-        return replace(opened, cost=RequestCost(float(f"{latency:.2g}"), float(f"{rate:.2g}")))
+        return replace(self, cost=RequestCost(float(f"{latency:.2g}"), float(f"{rate:.2g}")))
 
     def reader(self, *, cold: bool = False, direct: bool = False) -> Reader:
         return ObjectReader(self)
@@ -183,14 +171,10 @@ class ObjectFiles(Storage):
                 f"{name} ended at byte {self.sizes[file]}, where bytes {offset} to {offset + length} "
                 "were expected; was it replaced during the load?"
             )
-        head = self.heads[file][offset : offset + length] if self.heads else b""
-        if head:
-            put(0, memoryview(head))
-        done = len(head)
-        if done == length:
+        if not length:
             return
-        mark = self.identities[file] if self.identities else None
-        options: dict[str, Any] = {"range": (offset + done, offset + length)}
+        done, mark = 0, self.identities[file] if self.identities else None
+        options: dict[str, Any] = {"range": (offset, offset + length)}
         # Weak ETags never match. Some servers send ETags without quotes.
         if isinstance(mark, str) and mark.startswith('"'):
             options["if_match"] = mark
@@ -236,23 +220,6 @@ class ObjectFiles(Storage):
             except FileNotFoundError:
                 return None
 
-    def _open_file(self, key: str, length: int) -> tuple[Found, bytes] | None:
-        """Return metadata and first bytes of an object; None if it does not exist."""
-        if not length:
-            found = self._find(key)
-            return None if found is None else (found, b"")
-        with _errors(f"{self.root}{key}: asking the store failed"):
-            try:
-                answer = _obstore().get(self._store, key, options={"range": (0, length)})
-                found, head = _parse_metadata(answer.meta), bytes(answer.bytes())
-            except FileNotFoundError:
-                return None
-            except Exception:  # an empty object has no byte ranges
-                found, head = self._find(key), b""
-                if found is None or found.size:
-                    raise
-        return found, head if len(head) == min(length, found.size) else b""
-
     def _list(self, folder: str) -> dict[str, Found] | None:
         """Return the objects directly in ``folder``; None if the store cannot list."""
         if self._is_signed:
@@ -292,7 +259,6 @@ class ObjectFiles(Storage):
             files=tuple(f"{self.root}{key}" for key in found),
             sizes=tuple(one.size for one in found.values()),
             identities=tuple(one.mark for one in found.values()),
-            heads=(),
         )
 
     def _open_folder(self, folder: str, known: Mapping[str, Found] | None = None, asked: str = "") -> Storage:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import fcntl
-import functools
 import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from rich.filesize import decimal
 
@@ -21,8 +18,6 @@ from zerostart.errors import WriteError
 #: Seconds to wait for another save into the same directory.
 LOCK_TIMEOUT_S = 60.0
 LOCK_NAME = "lock"
-#: Flag of sync_file_range(2): begin to write dirty pages, and wait for nothing.
-_RANGE_WRITE = 2
 
 
 @contextlib.contextmanager
@@ -113,21 +108,6 @@ def sync(path: Path, flags: int = 0) -> None:
             raise
     finally:
         os.close(handle)
-
-
-def begin_writeback(handle: int, begin: int, end: int) -> None:
-    """Begin to write bytes of a file to the disk, so that a later ``fsync`` has less to do."""
-    call = _sync_file_range()
-    if call is not None:
-        call(handle, begin, end - begin, _RANGE_WRITE)
-
-
-@functools.cache
-def _sync_file_range() -> Any:
-    call = getattr(ctypes.CDLL(None), "sync_file_range", None)
-    if call is not None:
-        call.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
-    return call
 
 
 def free_space(path: str | os.PathLike[str]) -> int | None:

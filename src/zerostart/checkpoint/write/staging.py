@@ -38,12 +38,10 @@ from zerostart.checkpoint.manifest import (
     WEIGHTS,
     contents_of,
     current,
-    documents,
     group_of,
     grouped,
     is_foreign,
     is_inside,
-    lies_at,
 )
 from zerostart.checkpoint.paths import expanded
 from zerostart.checkpoint.strict_json import JsonObject, read_json
@@ -424,28 +422,30 @@ def finish_switched(path: Path) -> None:
     Readers call it first. Raises CheckpointError if a config file is from the checkpoint before and this
     process cannot replace it.
     """
-    if not os.path.lexists(path / HIDDEN) or not _staged_configs(path):
+    if not _switched_plans(path):
         return
     # A reader without write permission: reported below.
     with contextlib.suppress(OSError, ZerostartError), lock_directory(path) as held:
         if held:
             _recover(path)
-    if staged := _staged_configs(path):
+    staged = (n for f, plan in _switched_plans(path) for n in plan.after if os.path.lexists(f / n))
+    if config := next(filter(_is_content, staged), None):
         raise CheckpointError(
-            f"{path / staged[0]} belongs to an earlier checkpoint: the save of the weights in this "
+            f"{path / config} belongs to an earlier checkpoint: the save of the weights in this "
             "directory was killed before it replaced that file, and this process cannot replace it: "
             "save again with write permission, or to another directory"
         )
 
 
-def _staged_configs(path: Path) -> list[str]:
-    """Return the config files of published weights that are still staged."""
-    try:
-        found = documents(path)
-    except VerifyError:
-        return []
-    names = [(document, name) for document in found for name in document["files"] if _is_content(name)]
-    return [name for document, name in names if lies_at(path, document, name) != path / name]
+def _switched_plans(path: Path) -> list[tuple[Path, RenamePlan]]:
+    """Return the plans of saves between their switch and their end, with their staging folders."""
+    found = ((file.with_suffix(""), _read_plan(file)) for file in (path / HIDDEN).glob(f"*{PLAN_SUFFIX}"))
+    return [
+        (staged, plan)
+        for staged, plan in found
+        if plan is not None and plan.is_safe(path) and not os.path.lexists(staged / plan.switch)
+        if not (plan.over and os.path.lexists(path / plan.over))
+    ]
 
 
 def remove(path: Path, marker: str) -> None:

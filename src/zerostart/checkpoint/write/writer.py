@@ -19,12 +19,10 @@ from types import TracebackType
 
 from zerostart.checkpoint.storage.direct import PAGE, open_direct, whole_pages
 from zerostart.checkpoint.storage.page_cache import direct_suits, file_system
-from zerostart.checkpoint.write.folders import begin_writeback, sync_directory, write_whole
+from zerostart.checkpoint.write.folders import sync_directory, write_whole
 from zerostart.checkpoint.write.shards import SaveLayout
 from zerostart.errors import CheckpointError, WriteError
 
-#: Bytes of a file after which the disk begins with them, while what follows is written to memory.
-AHEAD = 16 << 20
 #: Bytes from which on a write goes round the page cache: a call waits for the disk each time.
 DIRECT = 256 << 10
 
@@ -51,8 +49,6 @@ class CheckpointWriter:
         #: By the file's position and whether it goes round the page cache.
         self._handles: dict[tuple[int, bool], int] = {}
         self._lock = threading.Lock()
-        #: For each file where what was written lately begins and ends, and how much it is.
-        self._lately: dict[int, tuple[int, int, int]] = {}
 
     def __enter__(self) -> CheckpointWriter:
         self.create()
@@ -109,12 +105,8 @@ class CheckpointWriter:
                 f"cannot write {span} bytes at offset {offset} of tensor {name!r}: it {size}; this is a "
                 "bug in zerostart"
             )
-        place = entry.offset + offset
-        cached = 0
-        for row in range(rows):
-            begin = row * step
-            cached += self._put(data[begin : begin + length], place + begin, entry.file)
-        self._follow(entry.file, place, span, cached)
+        for begin in (row * step for row in range(rows)):
+            self._put(data[begin : begin + length], entry.offset + offset + begin, entry.file)
 
     def goes_round(self, nbytes: int) -> bool:
         """Whether a write of so many bytes goes round the page cache, from memory as :meth:`lead` says."""
@@ -195,16 +187,12 @@ class CheckpointWriter:
         except OSError as error:
             raise self._failure(position, error) from error
 
-    def _put(self, view: memoryview, offset: int, position: int) -> int:
+    def _put(self, view: memoryview, offset: int, position: int) -> None:
         begin, end = whole_pages(view, offset) if self.goes_round(view.nbytes) else (0, 0)
-        if begin == end:
-            self._pwrite(view, offset, position)
-            return view.nbytes
         self._pwrite(view[begin:end], offset + begin, position, True)
         # Pages that other writes have a part of are put together in the cache.
         self._pwrite(view[:begin], offset, position)
         self._pwrite(view[end:], offset + end, position)
-        return view.nbytes - (end - begin)
 
     def _pwrite(self, view: memoryview, offset: int, position: int, direct: bool = False) -> None:
         while view.nbytes:
@@ -218,16 +206,6 @@ class CheckpointWriter:
                     continue
                 raise self._failure(position, error) from error
             view, offset = view[done:], offset + done
-
-    def _follow(self, position: int, offset: int, span: int, count: int) -> None:
-        with self._lock:
-            low, high, size = self._lately.pop(position, (offset, offset, 0))
-            low, high, size = min(low, offset), max(high, offset + span), size + count
-            if size < AHEAD:
-                self._lately[position] = low, high, size
-                return
-        if self._durable:
-            begin_writeback(self._open(position), low, high)
 
     def _write_index(self, index: Path) -> None:
         text = json.dumps(self.layout.index, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
