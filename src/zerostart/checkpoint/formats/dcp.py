@@ -45,49 +45,44 @@ class TorchDistributed(TrainingFormat):
         return (directory / METADATA).is_file()
 
     def read(self, directory: Path, files: PartFiles) -> TrainingContents:
-        """The tensors that the description speaks of."""
-        return _read(directory, files)
+        """What the files of all ranks hold together; ``files`` takes what is read.
 
-
-def _read(directory: Path, files: PartFiles) -> TrainingContents:
-    """What the files of all ranks hold together; ``files`` takes what is read.
-
-    Weights are at the top, or one of several entries (``{"model": ..., "optim": ...}``); the states of an
-    optimizer are what ``get_optimizer_state_dict`` calls them, ``optim.state.NAME.exp_avg``. Raises
-    CheckpointError for what is not whole, or compressed.
-    """
-    path = directory / METADATA
-    with files.opened(path) as (handle, size, _):
-        if size > MAX_METADATA_BYTES:
-            raise CheckpointError(
-                f"{path}: its {size} bytes are beyond the limit of {MAX_METADATA_BYTES} for metadata"
-            )
-        # From its first byte and its last one: a sparse file of any length has neither.
-        if handle.read(1, 0) != b"\x80" or handle.read(1, size - 1) != b".":
-            raise CheckpointError(f"{path}: is not a pickle, or only a part of one: {DAMAGED}")
-        # Not of `weights`: the description names classes of torch, which become records.
-        value = read_inert_pickle(handle.read(size, 0), str(path))
-    described = _described(value, path)
-    stored, pickled = _stored(directory, value, described, files)
-    found = TrainingContents()
-    found.add(stored.values())
-    for key, name in _names(described, value, path).items():
-        shape, dtype, boxes = described[key]
-        parts = [(stored[key, origin], origin) for origin in boxes if (key, origin) in stored]
-        # A state without dimensions is a counter such as `step`: its value is read now, and no tensor is
-        # planned.
-        kind, _, parameter = name.partition(STATE)
-        if parameter and shape == () and len(parts) == 1:
-            found.numbers.setdefault(kind, {})[parameter] = files.number(parts[0][0])
-        else:
-            found.assembled[name] = from_boxes(name, shape, dtype, parts)
-    # A setting of a group may be a tensor, such as the learning rate of what is captured in a graph.
-    for (key, _), entry in stored.items():
-        route = _route(_routes(value).get(key), key)
-        if _is_setting(route) and entry.shape == ():
-            pickled[key] = files.number(entry)
-    _add_groups(value, pickled, found)
-    return found
+        Weights are at the top, or one of several entries (``{"model": ..., "optim": ...}``); the states of an
+        optimizer are what ``get_optimizer_state_dict`` calls them, ``optim.state.NAME.exp_avg``. Raises
+        CheckpointError for what is not whole, or compressed.
+        """
+        path = directory / METADATA
+        with files.opened(path) as (handle, size, _):
+            if size > MAX_METADATA_BYTES:
+                raise CheckpointError(
+                    f"{path}: its {size} bytes are beyond the limit of {MAX_METADATA_BYTES} for metadata"
+                )
+            # From its first byte and its last one: a sparse file of any length has neither.
+            if handle.read(1, 0) != b"\x80" or handle.read(1, size - 1) != b".":
+                raise CheckpointError(f"{path}: is not a pickle, or only a part of one: {DAMAGED}")
+            # Not of `weights`: the description names classes of torch, which become records.
+            value = read_inert_pickle(handle.read(size, 0), str(path))
+        described = _described(value, path)
+        stored, pickled = _stored(directory, value, described, files)
+        found = TrainingContents()
+        found.add(stored.values())
+        for key, name in _names(described, value, path).items():
+            shape, dtype, boxes = described[key]
+            parts = [(stored[key, origin], origin) for origin in boxes if (key, origin) in stored]
+            # A state without dimensions is a counter such as `step`: its value is read now, and no tensor is
+            # planned.
+            kind, _, parameter = name.partition(STATE)
+            if parameter and shape == () and len(parts) == 1:
+                found.numbers.setdefault(kind, {})[parameter] = files.number(parts[0][0])
+            else:
+                found.assembled[name] = from_boxes(name, shape, dtype, parts)
+        # A setting of a group may be a tensor, such as the learning rate of what is captured in a graph.
+        for (key, _), entry in stored.items():
+            route = _route(_routes(value).get(key), key)
+            if _is_setting(route) and entry.shape == ():
+                pickled[key] = files.number(entry)
+        _add_groups(value, pickled, found)
+        return found
 
 
 def _is_setting(route: Sequence[str]) -> bool:

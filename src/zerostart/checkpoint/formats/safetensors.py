@@ -75,20 +75,15 @@ def parse_header(
 
 
 def _header_length(prefix: bytes, file_size: int, path: str) -> int:
-    if len(prefix) < _PREFIX_BYTES:
-        raise CheckpointError(
-            f"{path}: the file is truncated: the length of its header takes 8 bytes, but the file has "
-            f"{file_size}; download it again"
-        )
     length = int.from_bytes(prefix, "little")
     if length > MAX_JSON_BYTES:
         raise CheckpointError(
             f"{path}: a header of {length} bytes is beyond the limit of {MAX_JSON_BYTES}: {DAMAGED}"
         )
-    if _PREFIX_BYTES + length > file_size:
+    if len(prefix) < _PREFIX_BYTES or _PREFIX_BYTES + length > file_size:
         raise CheckpointError(
-            f"{path}: the file is truncated: its header takes {length} bytes, but the file has "
-            f"{file_size}; download it again"
+            f"{path}: the file is truncated: its header takes {_PREFIX_BYTES + length} bytes, but the "
+            f"file has {file_size}; download it again"
         )
     return length
 

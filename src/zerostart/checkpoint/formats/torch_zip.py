@@ -113,7 +113,9 @@ class TorchArchive:
             raise CheckpointError(
                 f"{path}: written on a big-endian machine; load it with torch.load and save it again here"
             )
-        self._found: dict[str, tuple[int, int]] = {}
+        begin = f"{self._prefix}data/"
+        # All at once, so that ``entry`` works after the file is closed.
+        self._storages = {name: self._locate(name) for name in self._records if name.startswith(begin)}
 
     def value(self, weights: bool = False) -> Any:
         """Return what the pickle holds; a file of ``weights`` has only tensors and plain containers.
@@ -135,7 +137,10 @@ class TorchArchive:
                 name, "is stored as a conjugate or negative view; save tensor.resolve_conj().resolve_neg()"
             )
         width, count = DTYPE_BITS[dtype] // 8, prod(tensor.shape)
-        start, length = self._storage(name, tensor.storage.key)
+        record = f"{self._prefix}data/{tensor.storage.key}"
+        if record not in self._storages:
+            self._refuse(name, f"lies in record {shown(record)}, which the archive does not have")
+        start, length = self._storages[record]
         if length != tensor.storage.numel * (DTYPE_BITS[unit] // 8):
             self._refuse(
                 name, f"has a storage of {length} bytes where the pickle says {tensor.storage.numel} {unit}"
@@ -153,21 +158,6 @@ class TorchArchive:
             storage_offset=before,
             same_as="" if first == name else first,
         )
-
-    def locate_storages(self) -> None:
-        """Locate all storages, so that ``entry`` works after the file is closed."""
-        begin = f"{self._prefix}data/"
-        for record in self._records:
-            if record.startswith(begin):
-                self._storage(record, record.removeprefix(begin))
-
-    def _storage(self, name: str, key: str) -> tuple[int, int]:
-        if key not in self._found:
-            record = f"{self._prefix}data/{key}"
-            if record not in self._records:
-                self._refuse(name, f"lies in record {shown(record)}, which the archive does not have")
-            self._found[key] = self._locate(record)
-        return self._found[key]
 
     def _directory(self) -> dict[str, zipfile.ZipInfo]:
         try:

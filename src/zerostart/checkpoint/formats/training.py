@@ -258,7 +258,6 @@ class PartFiles:
         with self.opened(path) as (handle, size, number):
             archive = TorchArchive(handle, size, str(path))
             value = archive.value()
-            archive.locate_storages()
 
         def place(name: str, tensor: StoredTensor) -> TensorEntry:
             self.reading = str(path)

@@ -249,7 +249,8 @@ def _joined(
     paths: Sequence[str], storage: Storage | None = None
 ) -> tuple[dict[str, TensorEntry], dict[str, str], dict[str, Any] | None, tuple[FileState, ...]]:
     """Tensors, metadata and versions of all files together, and the states of local files."""
-    headers = read_files(paths, range(len(paths)), storage)
+    with ThreadPoolExecutor(max(1, min(HEADER_THREADS, len(paths)))) as pool:
+        headers = list(pool.map(_read_file, paths, range(len(paths)), [storage] * len(paths)))
     tensors: dict[str, TensorEntry] = {}
     metadata: dict[str, str] = {}
     versions: dict[str, object] | None = None
@@ -266,14 +267,6 @@ def _joined(
             versions = {**json.loads(own.pop(NOTED_VERSIONS)), **(versions or {})}
         metadata = {**own, **metadata}
     return tensors, metadata, versions, tuple(state for *_, state in headers if state is not None)
-
-
-def read_files(
-    paths: Sequence[str], numbers: Sequence[int], storage: Storage | None = None
-) -> list[tuple[list[TensorEntry], dict[str, str], FileState | None]]:
-    """Entries, which call their file by its number of ``numbers``, metadata and state of each file."""
-    with ThreadPoolExecutor(max(1, min(HEADER_THREADS, len(paths)))) as pool:
-        return list(pool.map(_read_file, paths, numbers, [storage] * len(paths)))
 
 
 def _check_index(

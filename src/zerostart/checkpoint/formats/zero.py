@@ -52,38 +52,35 @@ class Zero(TrainingFormat):
         return any(_OPTIMIZER.fullmatch(entry.name) for entry in directory.iterdir())
 
     def read(self, directory: Path, files: PartFiles) -> TrainingContents:
-        """The files of all ranks."""
-        return _read(directory, files)
+        """Read what the files of all ranks hold together; ``files`` takes what is read.
 
-
-def _read(directory: Path, files: PartFiles) -> TrainingContents:
-    """Read what the files of all ranks hold together; ``files`` takes what is read.
-
-    Raises CheckpointError for files that are not whole, or not of one job.
-    """
-    states = read_model_states(directory, files)
-    found = states.found
-    ranks = [_Rank.read(path, number, files) for number, path in enumerate(by_rank(directory, _OPTIMIZER))]
-    first = ranks[0]
-    for rank in ranks:
-        if rank.partitions != len(ranks) or rank.form != first.form:
-            raise CheckpointError(
-                f"{rank.path} holds {rank.form} of {rank.partitions} ranks, but {first.path}, of "
-                f"{len(ranks)} ranks, holds {first.form}; all ranks' must be equal: a file is missing or "
-                "truncated, or files of two jobs, or of two moments, are mixed"
-            )
-        for buffers in rank.buffers.values():
-            found.add(buffers)
-    runs = _partitioned(states, ranks) if first.partitioned else _flat(states, ranks)
-    for name, shape, places in runs:
-        for kind in first.buffers:
-            parts = [(ranks[r].buffers[kind][buffer], at, count) for r, buffer, at, count in places]
-            key = name if kind == MASTERS else f"{kind}{STATE}{name}"
-            files.reading = str(first.path)
-            found.assembled[key] = from_runs(key, shape, first.buffers[kind][0].dtype, parts)
-    first.base.describe(found, states, files)
-    found.engine |= {"stage": first.stage, "scale": dict(first.scale)}
-    return add_ties(found)
+        Raises CheckpointError for files that are not whole, or not of one job.
+        """
+        states = read_model_states(directory, files)
+        found = states.found
+        ranks = [
+            _Rank.read(path, number, files) for number, path in enumerate(by_rank(directory, _OPTIMIZER))
+        ]
+        first = ranks[0]
+        for rank in ranks:
+            if rank.partitions != len(ranks) or rank.form != first.form:
+                raise CheckpointError(
+                    f"{rank.path} holds {rank.form} of {rank.partitions} ranks, but {first.path}, of "
+                    f"{len(ranks)} ranks, holds {first.form}; all ranks' must be equal: a file is missing or "
+                    "truncated, or files of two jobs, or of two moments, are mixed"
+                )
+            for buffers in rank.buffers.values():
+                found.add(buffers)
+        runs = _partitioned(states, ranks) if first.partitioned else _flat(states, ranks)
+        for name, shape, places in runs:
+            for kind in first.buffers:
+                parts = [(ranks[r].buffers[kind][buffer], at, count) for r, buffer, at, count in places]
+                key = name if kind == MASTERS else f"{kind}{STATE}{name}"
+                files.reading = str(first.path)
+                found.assembled[key] = from_runs(key, shape, first.buffers[kind][0].dtype, parts)
+        first.base.describe(found, states, files)
+        found.engine |= {"stage": first.stage, "scale": dict(first.scale)}
+        return add_ties(found)
 
 
 @dataclass(frozen=True)
@@ -415,39 +412,34 @@ class Universal(TrainingFormat):
         return zero.is_dir() and any((entry / f"{MASTERS}.pt").is_file() for entry in zero.iterdir())
 
     def read(self, directory: Path, files: PartFiles) -> TrainingContents:
-        """The folders of all parameters."""
-        return _read_universal(directory, files)
+        """What the folders of all parameters hold; ``files`` takes what is read.
 
-
-def _read_universal(directory: Path, files: PartFiles) -> TrainingContents:
-    """What the folders of all parameters hold; ``files`` takes what is read.
-
-    Raises CheckpointError for files that are not as ds_to_universal.py writes them.
-    """
-    states = read_model_states(directory, files)
-    found, shapes = states.found, states.shapes
-    for folder in sorted(entry for entry in (directory / "zero").iterdir() if entry.is_dir()):
-        name = folder.name
-        for path in sorted(folder.glob("*.pt")):
-            kind = path.stem
-            value, place = files.torch_file(path)
-            tensor = value.get("param") if isinstance(value, dict) else value
-            if type(tensor) is not StoredTensor:
-                raise CheckpointError(f"{path}: holds no tensor: {DAMAGED}")
-            key = name if kind == MASTERS else f"{kind}{STATE}{name}"
-            entry = place(f"stored {key}", tensor)
-            if entry.shape == () and kind != MASTERS:
-                found.numbers.setdefault(kind, {})[name] = files.number(entry)
-            else:
-                found.add([entry])
-                found.assembled[key] = _shaped(key, entry, shapes.get(name, entry.shape), path)
-    absent = [name for name in shapes if name not in found.assembled]
-    if absent:
-        raise CheckpointError(
-            f"{directory / 'zero' / absent[0]} is missing, and {len(absent) - 1} more files are"
-        )
-    _add_groups(directory / "zero" / "optimizer_state.pt", states, found, files)
-    return add_ties(found)
+        Raises CheckpointError for files that are not as ds_to_universal.py writes them.
+        """
+        states = read_model_states(directory, files)
+        found, shapes = states.found, states.shapes
+        for folder in sorted(entry for entry in (directory / "zero").iterdir() if entry.is_dir()):
+            name = folder.name
+            for path in sorted(folder.glob("*.pt")):
+                kind = path.stem
+                value, place = files.torch_file(path)
+                tensor = value.get("param") if isinstance(value, dict) else value
+                if type(tensor) is not StoredTensor:
+                    raise CheckpointError(f"{path}: holds no tensor: {DAMAGED}")
+                key = name if kind == MASTERS else f"{kind}{STATE}{name}"
+                entry = place(f"stored {key}", tensor)
+                if entry.shape == () and kind != MASTERS:
+                    found.numbers.setdefault(kind, {})[name] = files.number(entry)
+                else:
+                    found.add([entry])
+                    found.assembled[key] = _shaped(key, entry, shapes.get(name, entry.shape), path)
+        absent = [name for name in shapes if name not in found.assembled]
+        if absent:
+            raise CheckpointError(
+                f"{directory / 'zero' / absent[0]} is missing, and {len(absent) - 1} more files are"
+            )
+        _add_groups(directory / "zero" / "optimizer_state.pt", states, found, files)
+        return add_ties(found)
 
 
 def _add_groups(path: Path, states: ModelStates, found: TrainingContents, files: PartFiles) -> None:

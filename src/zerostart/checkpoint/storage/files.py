@@ -9,7 +9,6 @@ import stat
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from zerostart.checkpoint.storage.base import HeaderBytes
 from zerostart.errors import CheckpointError, CheckpointNotFoundError, ReadError
@@ -27,22 +26,19 @@ class FileState:
     number: int
 
     @classmethod
-    def of(cls, descriptor: int) -> FileState:
-        """The state of an open file."""
-        return cls._made(os.fstat(descriptor))
+    def of(cls, file: int | str) -> FileState:
+        """Return the state of an open file or a path. Raises OSError."""
+        # The inode tells a file from another that takes its name, whatever its size and time.
+        found = os.stat(file)  # noqa: PTH116
+        return cls(found.st_size, found.st_mtime_ns, found.st_ino)
 
     @classmethod
     def at(cls, path: str) -> FileState | None:
-        """The state of the file that ``path`` leads to; None if there is none."""
+        """Return the state of the file at ``path``; None if there is none."""
         try:
-            return cls._made(Path(path).stat())
+            return cls.of(path)
         except OSError:
             return None
-
-    @classmethod
-    def _made(cls, found: os.stat_result) -> FileState:
-        # By its inode a file that was put in its place is told from it, whatever its size and time.
-        return cls(found.st_size, found.st_mtime_ns, found.st_ino)
 
     def changed_to(self, now: FileState | None) -> str:
         """In words, what happened to a file that is ``now`` in another state."""

@@ -119,9 +119,6 @@ class ObjectFiles(Storage):
             )
         return below
 
-    def names(self) -> tuple[str, ...]:
-        return tuple(file[len(self.folder) + 1 :] for file in self.files)
-
     def named(self, names: Sequence[str]) -> Storage:
         keys = [self._key(f"{self.folder}/{name}") for name in names]
         found = self._request_all(keys, self._find)

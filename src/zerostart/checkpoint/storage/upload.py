@@ -86,10 +86,6 @@ class StoreDirectory:
             with self._errors(name, "deleting"), contextlib.suppress(FileNotFoundError):  # already deleted
                 obstore.delete(self._store, self.prefix + name)
 
-    def writer(self, name: str, size: int) -> ObjectWriter:
-        """Start to upload an object of ``size`` bytes."""
-        return ObjectWriter(self, name, size)
-
     @property
     def _store(self) -> Any:
         return open_store(self.base, object_store.RETRIES, writing=True)

@@ -74,8 +74,8 @@ def _is_file(path: Path, handle: int) -> bool:
         return False
 
 
-def write_whole(path: Path, data: bytes, part: Path, durable: bool = True) -> None:
-    """Write ``path`` under the temporary name ``part`` and rename it, after a sync if ``durable``.
+def write_whole(path: Path, data: bytes, part: Path) -> None:
+    """Write ``path`` under the temporary name ``part`` and rename it, after a sync.
 
     Raises OSError.
     """
@@ -85,8 +85,7 @@ def write_whole(path: Path, data: bytes, part: Path, durable: bool = True) -> No
         left = memoryview(data)
         while left:
             left = left[os.write(handle, left) :]
-        if durable:
-            os.fsync(handle)
+        os.fsync(handle)
     finally:
         os.close(handle)
     part.replace(path)

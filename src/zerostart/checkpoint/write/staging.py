@@ -192,11 +192,10 @@ class Staging:
     def _describe(self, name: str, document: JsonObject) -> JsonObject:
         """Return the size of a file, and its SHA-256 unless its tensors have digests."""
         file = self.directory / name
-        described: JsonObject = {"bytes": file.stat().st_size}
-        weights = file.suffix == ".safetensors"
-        if not weights or (self._marker and str(Path(name).parent) not in document.get("digests", {})):
-            described["sha256"] = _sha256(file)
-        return described
+        is_hashed = self._marker and str(Path(name).parent) not in document.get("digests", {})
+        if file.suffix == ".safetensors" and not is_hashed:
+            return {"bytes": file.stat().st_size}
+        return describe(file)
 
 
 class _Planner:
@@ -276,7 +275,7 @@ class _Planner:
             else:
                 self.plan.after.append(name)
             return
-        found = _sha256(target) if target.is_file() and not target.is_symlink() else ""
+        found = describe(target)["sha256"] if target.is_file() and not target.is_symlink() else ""
         if found == self._files[name].get("sha256"):
             return  # keep a file with equal bytes, so that no reader sees it change
         if (name, found) in self._listed or _is_content(name):
@@ -512,9 +511,10 @@ def _is_content(name: str) -> bool:
     return PurePosixPath(name).name in CONTENT
 
 
-def _sha256(path: Path) -> str:
+def describe(path: Path) -> JsonObject:
+    """Return the size and SHA-256 of a file, as documents have them."""
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
 def _linked_parent(path: Path, name: str) -> Path | None:

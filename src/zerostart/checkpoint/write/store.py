@@ -7,7 +7,6 @@ replaces a single file, the removal of that file. The files of the old checkpoin
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import re
@@ -31,11 +30,10 @@ from zerostart.checkpoint.manifest import (
 )
 from zerostart.checkpoint.storage.upload import ObjectWriter, StoreDirectory
 from zerostart.checkpoint.write.shards import SaveLayout
+from zerostart.checkpoint.write.staging import CONTENT, describe
 from zerostart.errors import WriteError
 
 logger = logging.getLogger("zerostart")
-#: Files that belong to the weights, whoever has written them.
-_CONFIGS = ("config.json", "adapter_config.json")
 
 
 class StoreStaging:
@@ -114,7 +112,7 @@ class StoreStaging:
         old, new = self._old_files(groups), {stored for stored, _ in self._weights.values()}
         changed = {name for name in small.keys() & self._there.keys() - switches if self._differs(name)}
         for name in changed - self._listed():
-            if PurePosixPath(name).name not in _CONFIGS:
+            if PurePosixPath(name).name not in CONTENT:
                 del small[name]  # a user's own file stays
         changed &= small.keys()
         state, after = (
@@ -182,7 +180,7 @@ class StoreStaging:
         return found & self._there.keys()
 
     def _document(self, document: dict[str, Any], small: Mapping[str, Path]) -> dict[str, Any]:
-        files: dict[str, Any] = {name: _described(path) for name, path in small.items()}
+        files: dict[str, Any] = {name: describe(path) for name, path in small.items()}
         for name, (stored, size) in self._weights.items():
             files[stored] = {"bytes": size, **({"name": name} if name != stored else {})}
         document = {SAVED_AT: time.time_ns(), **document} if self._marker == MARKER else document
@@ -217,15 +215,9 @@ class StoreStaging:
         return document if isinstance(document, dict) else None
 
 
-def _is_document(document: dict[str, Any] | None) -> bool:
+def _is_document(document: dict[str, Any]) -> bool:
     """True if a JSON object lists files as a document of zerostart does."""
-    if document is None or "format" not in document:
-        return False
     others = document.get("others", {})
     contents = [document, *(others.values() if isinstance(others, dict) else [None])]
-    return all(isinstance(one, dict) and isinstance(one.get("files"), dict) for one in contents)
-
-
-def _described(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+    has_files = all(isinstance(one, dict) and isinstance(one.get("files"), dict) for one in contents)
+    return has_files and "format" in document

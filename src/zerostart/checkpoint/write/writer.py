@@ -1,25 +1,22 @@
 """Write the files of a safetensors checkpoint from one process or many.
 
-Files are made at full size under a temporary name, and bytes are written at their final offsets in any order.
+Files are made at full size, and bytes are written at their final offsets in any order.
 On a local file system whole pages bypass the page cache, whose new pages cost more of a core than a fast disk
 takes for their bytes.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import functools
 import json
 import os
 import threading
-import uuid
 from pathlib import Path
 from types import TracebackType
 
 from zerostart.checkpoint.storage.direct import PAGE, open_direct, whole_pages
 from zerostart.checkpoint.storage.page_cache import direct_suits, file_system
-from zerostart.checkpoint.write.folders import sync_directory, write_whole
 from zerostart.checkpoint.write.shards import SaveLayout
 from zerostart.errors import CheckpointError, WriteError
 
@@ -30,21 +27,14 @@ DIRECT = 256 << 10
 class CheckpointWriter:
     """Writes the files of ``layout`` into ``directory``; all methods raise WriteError with the file.
 
-    One process uses it as a context manager. Several processes pass one ``token``: the first calls
-    :meth:`create`, then each :meth:`write` and :meth:`close`, then the first :meth:`commit` or
-    :meth:`discard`, with barriers between. ``durable`` syncs the files before they are renamed.
+    The directory is the staging folder of a save, which publishes or deletes the files. One process uses the
+    writer as a context manager. Of several, the first calls :meth:`create`, then each :meth:`write` and
+    :meth:`close`, then the first :meth:`commit`, with barriers between. ``durable`` syncs the files.
     """
 
-    def __init__(
-        self,
-        directory: str | os.PathLike[str],
-        layout: SaveLayout,
-        token: str | None = None,
-        durable: bool = True,
-    ) -> None:
+    def __init__(self, directory: str | os.PathLike[str], layout: SaveLayout, durable: bool = True) -> None:
         self.directory = Path(directory)
         self.layout = layout
-        self._token = uuid.uuid4().hex[:12] if token is None else token
         self._durable = durable
         #: By the file's position and whether it goes round the page cache.
         self._handles: dict[tuple[int, bool], int] = {}
@@ -57,32 +47,24 @@ class CheckpointWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is not None:
-            self.discard()
-            return
-        try:
+        if kind is None:
             self.commit()
-        except BaseException:
+        else:
             self.discard()
-            raise
 
     def create(self) -> None:
-        """Make all files at full size under their temporary names, and write the headers."""
+        """Make all files at full size, and write their headers."""
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise WriteError(
                 f"{self.directory}: the directory cannot be created: {error.strerror}"
             ) from error
-        try:
-            for position, file in enumerate(self.layout.files):
-                # Full size at once: ranks write their parts in any order, and no space is found missing by
-                # the last alone.
-                self._truncate(self._open(position, os.O_CREAT | os.O_EXCL), position, file.size)
-                self._pwrite(memoryview(file.header), 0, position)
-        except BaseException:
-            self.discard()
-            raise
+        for position, file in enumerate(self.layout.files):
+            # Full size at once: ranks write their parts in any order, and no space is found missing by
+            # the last alone.
+            self._truncate(self._open(position, os.O_CREAT | os.O_EXCL), position, file.size)
+            self._pwrite(memoryview(file.header), 0, position)
 
     def write(self, name: str, data: bytes | bytearray | memoryview, offset: int = 0) -> None:
         """Write contiguous ``data`` at byte ``offset`` of tensor ``name``; threads may call it at once.
@@ -131,27 +113,19 @@ class CheckpointWriter:
                 os.close(handle)
 
     def commit(self) -> None:
-        """Rename the files, and write their index last."""
+        """Close the files, and write their index."""
         self.close()
-        try:
-            for position, file in enumerate(self.layout.files):
-                self._temporary(position).rename(self.directory / file.name)
-            if self.layout.index is not None:
-                self._write_index(self.directory / self.layout.index_name)
-            self._sync_directory()
-        except OSError as error:
-            raise WriteError(f"{self.directory}: saving could not be completed: {error}") from error
+        if self.layout.index is not None:
+            text = json.dumps(self.layout.index, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+            try:
+                (self.directory / self.layout.index_name).write_text(text, encoding="utf-8")
+            except OSError as error:
+                raise WriteError(f"{self.directory}: writing the index failed: {error}") from error
 
     def discard(self) -> None:
-        """Close and remove the temporary files."""
+        """Close the files, which the owner of the directory deletes."""
         self._durable = False
         self.close()
-        for position in range(len(self.layout.files)):
-            with contextlib.suppress(OSError):  # the error that led here is the one to be told
-                self._temporary(position).unlink()
-
-    def _temporary(self, position: int) -> Path:
-        return self.directory / f".{self.layout.files[position].name}.{self._token}.part"
 
     def _failure(self, position: int, error: OSError) -> WriteError:
         file = self.directory / self.layout.files[position].name
@@ -167,7 +141,7 @@ class CheckpointWriter:
         kept = self._handles.get((position, direct and self._direct))
         if kept is not None:
             return kept
-        path, flags = self._temporary(position), os.O_WRONLY | flags
+        path, flags = self.directory / self.layout.files[position].name, os.O_WRONLY | flags
         try:
             handle = open_direct(path, flags) if direct else os.open(path, flags | os.O_CLOEXEC, 0o666)
         except OSError as error:
@@ -206,12 +180,3 @@ class CheckpointWriter:
                     continue
                 raise self._failure(position, error) from error
             view, offset = view[done:], offset + done
-
-    def _write_index(self, index: Path) -> None:
-        text = json.dumps(self.layout.index, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
-        part = index.with_name(f".{index.name}.{self._token}.part")
-        write_whole(index, text.encode(), part, self._durable)
-
-    def _sync_directory(self) -> None:
-        if self._durable:
-            sync_directory(self.directory)

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from zerostart.checkpoint.storage.upload import StoreDirectory
+from zerostart.checkpoint.storage.upload import ObjectWriter, StoreDirectory
 from zerostart.checkpoint.write.shards import SaveLayout
 from zerostart.checkpoint.write.store import StoreStaging
 from zerostart.distributed.world import World
@@ -115,7 +115,7 @@ class StoreOutput:
             whole, name = layout.files[window.file], names[window.file]
             router.check(whole.name)
             if window.begin == 0:
-                writer = self._store.writer(name, whole.size)
+                writer = ObjectWriter(self._store, name, whole.size)
             assert writer is not None, "the first window opens it"
             writer.write(router.window)
             is_last = window.end == whole.size

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import uuid
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -200,13 +199,11 @@ class FileOutput:
             chunk = max(MIN_CHUNK, (1 << ((chunk + SLACK).bit_length() - 1)) - SLACK)
         return chunk - chunk % 4096, threads
 
-    def begin(self) -> str:
-        """Create the files on rank 0, and return their token. Raises WriteError."""
-        token = uuid.uuid4().hex[:12]
+    def begin(self) -> None:
+        """Create the files on rank 0. Raises WriteError."""
         check_space(self._directory, self._layout.total_size, "the save")
-        self._writer = CheckpointWriter(self._directory, self._layout, token)
+        self._writer = CheckpointWriter(self._directory, self._layout)
         self._writer.create()
-        return token
 
     def write(
         self,
@@ -218,18 +215,18 @@ class FileOutput:
         world: World,
     ) -> None:
         """Write the share of this rank, and sync it. Raises WriteError."""
-        # ``begin`` created the files on rank 0; the other ranks open them by its token.
-        self._writer = self._writer or CheckpointWriter(self._directory, self._layout, token)
+        # ``begin`` created the files on rank 0.
+        self._writer = self._writer or CheckpointWriter(self._directory, self._layout)
         write_out(plan, storages, self._writer, threads, observer)
         self._writer.close()
 
     def commit(self, world: World) -> None:
-        """Rename the files on rank 0, after all ranks have written."""
+        """Write the index on rank 0, after all ranks have written."""
         if world.rank == 0 and self._writer is not None:
             self._writer.commit()
 
     def discard(self) -> None:
-        """Remove the files of this rank after an error."""
+        """Close the files of this rank after an error."""
         if self._writer is not None:
             self._writer.discard()
 
