@@ -5,15 +5,18 @@ Model libraries read such files by their paths.
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import hashlib
+import json
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from zerostart.checkpoint.catalog import Catalog
 from zerostart.checkpoint.storage import Storage
 from zerostart.checkpoint.usual_names import SETTINGS, USUAL_SETTINGS
 from zerostart.errors import CheckpointError, WriteError
@@ -88,6 +91,29 @@ def _fetch(files: Storage, names: Sequence[str], directory: Path) -> None:
 
     with files.reader() as reader, ThreadPoolExecutor(_THREADS) as pool:
         list(pool.map(fetch, range(len(names))))
+
+
+@contextlib.contextmanager
+def whole_copy(catalog: Catalog) -> Iterator[str]:
+    """Give the directory of a checkpoint; for one at a URL a copy, which is deleted at the end of the block.
+
+    Raises ReadError, and OSError if there is no room.
+    """
+    storage = catalog.storage
+    if not storage.folder:
+        yield catalog.root
+        return
+    with tempfile.TemporaryDirectory(prefix="zerostart-copy-") as folder:
+        if catalog.root:
+            shutil.copytree(catalog.root, folder, dirs_exist_ok=True)
+        files = storage.names()
+        _fetch(storage, files, Path(folder))
+        if len(files) > 1:
+            places = {name: files[entry.file] for name, entry in catalog.tensors.items()}
+            index = {"metadata": {"total_size": catalog.nbytes}, "weight_map": places}
+            stem = Path(files[0]).stem.partition("-")[0]
+            Path(folder, f"{stem}{Path(files[0]).suffix}.index.json").write_text(json.dumps(index))
+        yield folder
 
 
 def _matches(name: str, patterns: tuple[str, ...]) -> bool:

@@ -149,16 +149,13 @@ def _find_differences(model: nn.Module, source: str, dtype: torch.dtype | None) 
     import torch.distributed as dist
 
     import zerostart
+    from zerostart.checkpoint.settings import whole_copy
     from zerostart.checkpoint.source import open_catalog
     from zerostart.models import library_of
 
     loading = library_of(model).own_loading(type(model))
     catalog = open_catalog(source)
     root = catalog.root
-    if catalog.storage.folder:
-        raise ConfigError(
-            f"--verify compares with files of this machine: copy {source} to a local directory first"
-        )
     if loading is None or root is None:
         raise ConfigError(
             f"--verify compares with the model's library, but {type(model).__name__} "
@@ -168,7 +165,8 @@ def _find_differences(model: nn.Module, source: str, dtype: torch.dtype | None) 
     buffers: dict[str, torch.Tensor] = {}
     # Only rank 0 loads the whole model to compare with.
     if dist.get_rank() == 0:
-        plain = loading(catalog.root, dtype)
+        with whole_copy(catalog) as folder:
+            plain = loading(folder, dtype)
         reference, buffers = plain.state_dict(), dict(plain.named_buffers())
     wrong = []
     loaded = set()

@@ -63,7 +63,7 @@ class CheckpointWriter:
         for position, file in enumerate(self.layout.files):
             # Full size at once: ranks write their parts in any order, and no space is found missing by
             # the last alone.
-            self._truncate(self._open(position, os.O_CREAT | os.O_EXCL), position, file.size)
+            self._truncate(self._open(position, os.O_CREAT | os.O_TRUNC), position, file.size)
             self._pwrite(memoryview(file.header), 0, position)
 
     def write(self, name: str, data: bytes | bytearray | memoryview, offset: int = 0) -> None:
