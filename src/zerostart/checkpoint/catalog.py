@@ -25,7 +25,7 @@ DTYPE_BITS: Mapping[str, int] = {
     **dict.fromkeys(("C64", "F64", "I64", "U64"), 64),
 }
 
-#: The same types by their names in torch (``torch.float32`` without its module).
+#: Names of these types in torch (``torch.float32`` without its module).
 TORCH_NAMES: Mapping[str, str] = {
     "bool": "BOOL",
     "uint8": "U8",
@@ -74,15 +74,15 @@ class TensorEntry:
     same_as: str = ""
 
     def __reduce__(self) -> tuple[type[TensorEntry], tuple[object, ...]]:
-        # By fields in their order: what a dataclass with slots does of itself takes twice as long, and rank 0
-        # pickles tens of thousands while the others wait.
+        # The fields in order. The default of a dataclass with slots takes twice as long, and rank 0 pickles
+        # tens of thousands while the others wait.
         fields = (self.name, self.dtype, self.shape, self.file, self.offset, self.nbytes, self.strides)
         shared = (self.storage_offset, self.same_as)
         return TensorEntry, (*fields, *shared) if shared != (0, "") else fields
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
-        """Where each of its elements lies."""
+        """Location of each element, as strided pieces."""
         return whole(self.name, self.shape, self.strides)
 
     @property
@@ -96,13 +96,13 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class Assembled:
-    """One checkpoint tensor that lies in several stored ones."""
+    """Checkpoint tensor that is split over several stored tensors."""
 
     name: str
-    #: That of all the stored ones.
+    #: Element type of all stored tensors.
     dtype: str
     shape: tuple[int, ...]
-    #: They tile ``shape``; their sources are names of stored tensors.
+    #: Parts that tile ``shape``; their sources are names of stored tensors.
     pieces: tuple[Piece, ...]
 
     @property
@@ -120,22 +120,21 @@ class Assembled:
 class Catalog:
     """All tensors of a checkpoint and the files that hold them."""
 
-    #: Directory in which the checkpoint's configuration is looked for; empty where there is none. Of a URL it
-    #: is one of this machine with copies of what lies there beside the weights.
+    #: Directory with the checkpoint's configuration; empty without one. For a URL, a local directory with
+    #: copies of the config and tokenizer files.
     root: str
-    #: Has the files, and gives their bytes.
+    #: Storage that reads the files.
     storage: Storage
-    #: What is stored, by name: the tensors themselves, or the shares that the ranks of a job wrote.
+    #: Stored tensors by name: the checkpoint's tensors, or the shards that the ranks of a job wrote.
     tensors: Mapping[str, TensorEntry]
     metadata: Mapping[str, str] = field(default_factory=dict)
-    #: Of a pipeline the name of the model that was chosen; else empty.
+    #: Name of the chosen model of a pipeline; otherwise empty.
     component: str = ""
-    #: What torch saves of the modules beside their tensors (a state dict's ``_metadata``), by module name;
-    #: None where there is none.
+    #: Module versions that torch saves in a state dict (``_metadata``), by module name; None without them.
     versions: Mapping[str, Mapping[str, Any]] | None = None
-    #: Tensors that shares of ranks make up; None where what is stored is what is meant.
+    #: Tensors that the shards of ranks make up; None if the stored tensors are the checkpoint's tensors.
     assembled: Mapping[str, Assembled] | None = None
-    #: State of the configuration of these weights when they were opened; None where there is none.
+    #: State of the config file when the weights were opened; None without one.
     configured: FileState | None = field(default=None, compare=False)
 
     @property
@@ -145,7 +144,7 @@ class Catalog:
 
     @property
     def place(self) -> str:
-        """The directory or the URL of one where the checkpoint lies, as a person knows it."""
+        """Directory or URL of the checkpoint, for messages."""
         return self.storage.folder or self.root
 
     @property
@@ -165,8 +164,8 @@ class Catalog:
 
 
 def contiguous_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether ``strides`` (elements) are the row-major ones, as far as they matter."""
-    # Strides of dimensions of size 1 mean nothing; of an empty tensor none does.
+    """Return True if ``strides`` (elements) are row-major, apart from those without effect."""
+    # The stride of a dimension of size 1 and of an empty tensor has no effect.
     step = 1
     for size, stride in zip(reversed(shape), reversed(strides), strict=True):
         if size == 0:

@@ -1,8 +1,7 @@
-"""Digests of tensors that know no layout: sums over positions, so that shares add up in any order.
+"""Layout-free digests of tensors: sums over positions that shards add in any order.
 
 The digest is the BLAKE2b hash, 128 bits, of the sums in ``upstream/torch/byte_sums.py`` with dtype and shape,
-behind the number of this definition: 34 hexadecimal digits. It finds accidents; it is no protection from
-somebody who looks for a collision.
+after the number of this definition: 34 hexadecimal digits. It detects accidents, not deliberate collisions.
 """
 
 from __future__ import annotations
@@ -26,25 +25,25 @@ from zerostart.upstream.torch.byte_sums import (
     lanes_of_rows,
 )
 
-#: What each digest begins with. Those of the definition before, sums over words, had nothing there.
+#: Prefix of each digest. The previous definition, sums over words, had none.
 DEFINITION = "02"
-#: Bytes that a thread takes which adds.
+#: Memory of a thread that adds, in bytes.
 ROOM = BLOCK
 
 
 class Ranks(Protocol):
-    """Those who have a part of the tensors each."""
+    """Ranks that own a part of each tensor."""
 
     def all_reduce_sum(self, values: torch.Tensor, during: str) -> torch.Tensor:
-        """The sum over all of them of a 1-D tensor of integers; collective."""
+        """Return the sum over all ranks of a 1-D integer tensor; collective."""
         ...
 
 
 class Digests:
-    """The digests of ``entries`` (name, dtype in safetensors' spelling, shape), the same on all ranks.
+    """Digests of ``entries`` (name, safetensors dtype, shape), equal on all ranks.
 
-    Each element is added once by anybody, in any order and in any pieces; :meth:`summed` tells if one was
-    not. Safe to share between threads.
+    Any rank adds each element once, in any order and in any pieces; :meth:`summed` detects missing ones.
+    Safe to share between threads.
     """
 
     def __init__(self, entries: Iterable[tuple[str, str, Sequence[int]]]) -> None:
@@ -56,10 +55,10 @@ class Digests:
         self._lock = threading.Lock()
 
     def add(self, name: str, first: int, data: torch.Tensor | bytes | bytearray | memoryview) -> None:
-        """Add elements of tensor ``name`` from element ``first`` of its row-major order on.
+        """Add elements of tensor ``name``, from element ``first`` in row-major order.
 
-        ``data`` is a contiguous 1-D tensor on any device, with elements as wide as the entry's, or their
-        bytes. Of dtypes narrower than a byte both begin and end at a byte.
+        ``data`` is a contiguous 1-D tensor on any device, with elements as wide as the entry's, or
+        their bytes. For dtypes narrower than a byte both begin and end at a byte.
         """
         bits = self._bits(name)
         octets = _octets(data)
@@ -67,14 +66,14 @@ class Digests:
         self._note(name, lanes_of(octets, first * bits // 8))
 
     def add_rows(self, name: str, first: int, step: int, data: torch.Tensor) -> None:
-        """Add rows: ``data`` is [rows, count], and row ``k`` begins at element ``first + k * step``."""
+        """Add rows of ``data`` [rows, count]; row ``k`` begins at ``first + k * step``."""
         bits = self._bits(name)
         rows, count = data.shape
         if step == count or rows == 1:
             self.add(name, first, data.contiguous().view(-1))
             return
         width = max(1, bits // 8)
-        # Rows that begin at the same place of a row of the sums are added together.
+        # Rows that begin at the same offset in a row of the sums are added together.
         if bits < 8 or rows <= ROW // gcd(step * width, ROW):
             for row in range(rows):
                 self.add(name, first + row * step, data[row].contiguous())
@@ -83,11 +82,12 @@ class Digests:
         self._note(name, lanes_of_rows(_bytes_of_rows(data), first * width, step * width))
 
     def summed(self, world: Ranks | None = None) -> dict[str, str]:
-        """The digest of each entry as 34 hexadecimal digits; collective, one reduction. None: nobody else.
+        """Return the digest of each entry, 34 hexadecimal digits; collective, one reduction.
 
-        Raises CheckpointError if the elements added on all ranks are not as many as the entry has.
+        ``world`` is None for a single process. Raises CheckpointError if the ranks added more or
+        fewer elements than the entry has.
         """
-        found = {}
+        digests = {}
         for name, (*lanes, elements) in self.sums(world).items():
             dtype, shape = self._entries[name]
             if elements != prod(shape):
@@ -95,23 +95,23 @@ class Digests:
                     f"tensor {name}: {elements} elements were counted for its digest, but the tensor has "
                     f"{prod(shape)}; this is a bug in zerostart"
                 )
-            found[name] = _final(dtype, shape, lanes)
-        return found
+            digests[name] = _final(dtype, shape, lanes)
+        return digests
 
     def sums(self, world: Ranks | None = None) -> dict[str, tuple[int, ...]]:
-        """The lanes of each entry over the elements that were added on all ranks, and how many these are.
+        """Return the sums of each entry over all ranks, and the number of elements.
 
-        Collective, one reduction; None: nobody else.
+        Collective, one reduction; ``world`` is None for a single process.
         """
-        # One row for each entry, in the order that all ranks have: sums and counts travel in one reduction.
+        # One row for each entry, in the same order on all ranks: sums and counts share one reduction.
         table = torch.tensor([self._row(name) for name in self._entries], dtype=torch.int64, device="cpu")
         total = table if world is None else world.all_reduce_sum(table.view(-1), "summing up digests")
-        found = {}
+        sums = {}
         for name, row in zip(self._entries, total.view(-1, 2 * LANES + 1).tolist(), strict=True):
-            # The halves were summed without overflow; put together again they wrap as the lanes do.
+            # The halves were summed without overflow; the joined lanes wrap as usual.
             lanes = ((row[2 * lane] + (row[2 * lane + 1] << 32)) & MASK for lane in range(LANES))
-            found[name] = (*lanes, row[-1])
-        return found
+            sums[name] = (*lanes, row[-1])
+        return sums
 
     def _bits(self, name: str) -> int:
         return DTYPE_BITS[self._entries[name][0]]
@@ -127,7 +127,7 @@ class Digests:
                 sums[lane] = (sums[lane] + value) & MASK
 
     def _row(self, name: str) -> list[int]:
-        """The lanes in halves, whose sum over ranks fits, and the elements."""
+        """Return the sums in halves, whose sum over ranks fits, and the element count."""
         lanes = self._sums.get(name, [0] * LANES)
         halves = [half for lane in lanes for half in (lane & 0xFFFFFFFF, lane >> 32)]
         return [*halves, self._counts.get(name, 0)]
@@ -139,12 +139,11 @@ def _final(dtype: str, shape: Sequence[int], lanes: Sequence[int]) -> str:
 
 
 def is_comparable(digest: object) -> bool:
-    """Whether ``digest``, which somebody has written down, is one of the definition that this module has."""
+    """Return True if the stored ``digest`` has this module's definition."""
     return isinstance(digest, str) and len(digest) == 34 and digest.startswith(DEFINITION)
 
 
 def _octets(data: torch.Tensor | bytes | bytearray | memoryview) -> torch.Tensor:
-    """The bytes of ``data`` where they lie."""
     if not isinstance(data, torch.Tensor):
         view = memoryview(data).cast("B") if len(data) else memoryview(b"")
         if not view.nbytes:
@@ -156,7 +155,7 @@ def _octets(data: torch.Tensor | bytes | bytearray | memoryview) -> torch.Tensor
 
 
 def _bytes_of_rows(data: torch.Tensor) -> torch.Tensor:
-    """The bytes of [rows, count] as [rows, bytes], where they lie if each row is one run."""
+    """Return [rows, count] as [rows, bytes], without a copy if rows are contiguous."""
     if data.stride(1) != 1:
         data = data.contiguous()
     if data.is_complex():

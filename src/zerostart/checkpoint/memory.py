@@ -1,6 +1,6 @@
-"""A mapping of tensors held in memory, as a catalog: its files are the tensors' storages.
+"""Catalog of a mapping of tensors in memory: its files are the tensors' storages.
 
-An entry points into the storage that its tensor is a view of, with the tensor's strides.
+An entry points into the storage of its tensor, with the tensor's strides.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from zerostart.errors import ConfigError, EngineError, ReadError
 
 
 def memory_catalog(tensors: Mapping[str, torch.Tensor]) -> Catalog:
-    """Catalog of the tensors of a mapping, in its order.
+    """Return the catalog of the tensors of a mapping, in its order.
 
-    Raises ConfigError, naming the key, for a value whose bytes cannot be addressed.
+    Raises ConfigError with the key of a value whose bytes cannot be addressed.
     """
-    given = dict(tensors.items())
-    for name, tensor in given.items():
+    named = dict(tensors.items())
+    for name, tensor in named.items():
         _check(name, tensor)
-    # Each storage is a file of its own, as large as the storage; tensors are ranges in it.
-    storage, numbers = MemoryStorage.of(given)
-    # One tensor under two names: the first has it, the second says whose it is.
+    # Each storage is a separate file; tensors are ranges in it.
+    storage, numbers = MemoryStorage.of(named)
+    # A tensor with two names: the second entry refers to the first.
     first: dict[int, str] = {}
     entries = {
         name: _entry(name, tensor, numbers[name], first.setdefault(id(tensor), name))
-        for name, tensor in given.items()
+        for name, tensor in named.items()
     }
     return Catalog("", storage, entries, versions=_versions(tensors))
 
 
 def _versions(state_dict: object) -> dict[str, dict[str, object]] | None:
-    noted = getattr(state_dict, "_metadata", None)
-    return plain_versions(noted) if isinstance(noted, Mapping) else None
+    metadata = getattr(state_dict, "_metadata", None)
+    return plain_versions(metadata) if isinstance(metadata, Mapping) else None
 
 
 def signature(catalog: Catalog) -> str:
-    """A digest of names, types and shapes, in their order: what ranks that load together must agree on."""
+    """Return a digest of names, types and shapes, on which all ranks must agree."""
     digest = hashlib.sha256()
     for entry in catalog.tensors.values():
         digest.update(repr((entry.name, entry.dtype, entry.shape)).encode())
@@ -93,22 +93,22 @@ def _check(name: object, tensor: object) -> None:
 
 
 def move_bytes(to: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy a row of bytes to memory of the host; from a device this waits for the copy."""
+    """Copy bytes to host memory; waits for a copy from a device."""
     if source.device.type == "cpu":
-        # As memmove does it, which need not read first what it writes: a fifth faster than torch's loop.
+        # memmove need not read its target first: a fifth faster than torch's loop.
         np.copyto(to.numpy(), source.numpy())
     else:
         to.copy_(source)
 
 
 class MemoryReader(Reader):
-    """Copies ranges of tensors in memory, on the host or on a device; safe to share between threads."""
+    """Thread-safe reader of tensors in memory, on the host or on a device."""
 
     def __init__(self, sources: Sequence[torch.Tensor]) -> None:
         self._sources = sources
 
     def read(self, file: int, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Fill ``buffers`` from the bytes of source number ``file``; raises ReadError beyond its end."""
+        """Fill ``buffers`` from source number ``file``. Raises ReadError beyond its end."""
         source = self._sources[file]
         for buffer in buffers:
             part = source[offset : offset + len(buffer)]
@@ -118,7 +118,7 @@ class MemoryReader(Reader):
             offset += len(buffer)
 
     def gather(self, file: int, offset: int, rows: Rows, target: memoryview, step: int) -> None:
-        """Copy rows of source number ``file``; raises ReadError beyond its end."""
+        """Copy rows of source number ``file``. Raises ReadError beyond its end."""
         source = self._sources[file]
         if offset + rows.span > len(source):
             raise ReadError(f"the storage of tensor number {file} in memory shrank during the load")
@@ -131,7 +131,7 @@ class MemoryReader(Reader):
 
 @dataclass(frozen=True)
 class _Known:
-    """A tensor of a mapping, not kept alive; ``file`` is the number of its storage, ``mark`` as ``_mark``."""
+    """Weak reference to a tensor, with the number of its storage and its ``_mark``."""
 
     reference: weakref.ref[torch.Tensor]
     file: int
@@ -140,17 +140,17 @@ class _Known:
 
 @dataclass(frozen=True)
 class MemoryStorage(Storage):
-    """The storages of the tensors of a mapping, under names that serve messages."""
+    """Storages of the tensors of a mapping, with names for messages."""
 
-    #: Number of the tensors.
+    #: Number of tensors.
     count: int = 0
-    #: Their bytes; their storages may be larger.
+    #: Bytes of the tensors; their storages may be larger.
     stored: int = 0
-    #: This rank's own storages, 1-D and of bytes; () after ``kept``.
+    #: Storages of this rank, 1-D and of bytes; () after ``kept``.
     buffers: tuple[torch.Tensor, ...] = field(default=(), compare=False, repr=False)
-    #: What views the buffers were of, by name.
+    #: Tensors whose storages the buffers are, by name.
     tensors: Mapping[str, _Known] = field(default_factory=dict, compare=False, repr=False)
-    #: After ``kept``: the buffers that are needed again for certain.
+    #: Buffers that are certainly needed again, after ``kept``.
     used: frozenset[int] = field(default=frozenset(), compare=False, repr=False)
 
     #: Every rank has all bytes in memory.
@@ -158,34 +158,33 @@ class MemoryStorage(Storage):
 
     @classmethod
     def of(cls, tensors: Mapping[str, torch.Tensor]) -> tuple[MemoryStorage, dict[str, int]]:
-        """The storages of plain tensors, and the number of each tensor's."""
+        """Return the storages of plain tensors, and the storage number of each tensor."""
         numbers: dict[tuple[torch.device, int, int], int] = {}
-        found: dict[str, int] = {}
+        number_of_name: dict[str, int] = {}
         files: list[str] = []
         buffers: list[torch.Tensor] = []
         for name, tensor in tensors.items():
             storage = tensor.untyped_storage()
-            # Storages are told by where they lie: each call of ``untyped_storage`` makes another object for
-            # the same.
+            # Storages are identified by address: each call of ``untyped_storage`` may return another object.
             key = (tensor.device, storage.data_ptr(), storage.nbytes())
             if key not in numbers:
                 numbers[key] = len(files)
                 files.append(f"the tensor {shown(name)} in memory")
                 buffers.append(_bytes_of(tensor))
-            found[name] = numbers[key]
+            number_of_name[name] = numbers[key]
         _wait_for(buffers)
-        made = cls(
+        storage_of_all = cls(
             files=tuple(files),
             sizes=tuple(buffer.numel() for buffer in buffers),
             count=len(tensors),
             stored=sum(tensor.numel() * tensor.itemsize for tensor in tensors.values()),
             buffers=tuple(buffers),
             tensors={
-                name: _Known(weakref.ref(tensor), found[name], _mark(tensor))
+                name: _Known(weakref.ref(tensor), number_of_name[name], _mark(tensor))
                 for name, tensor in tensors.items()
             },
         )
-        return made, found
+        return storage_of_all, number_of_name
 
     @property
     def nbytes(self) -> int:
@@ -194,31 +193,29 @@ class MemoryStorage(Storage):
 
     @property
     def name(self) -> str:
-        """A mapping has no name of its own."""
+        """Description of the mapping, which has no name."""
         return f"the mapping of {self.count} tensors"
 
     def reader(self, *, cold: bool = False, direct: bool = False) -> MemoryReader:
-        """A reader of this rank's own buffers."""
         return MemoryReader(self.buffers)
 
     def residency(self) -> Residency:
-        """All of it is here."""
         return Residency()
 
     def kept(self, used: Iterable[int] = ()) -> Storage:
-        """Without the buffers: the tensors are the caller's, and not kept alive."""
+        """Return the storage without its buffers, which are the caller's."""
         return replace(self, buffers=(), used=frozenset(used))
 
     def recalled(self, purpose: str) -> Storage:
-        """With the buffers of the same tensors again.
+        """Return the storage with the buffers of the same tensors.
 
-        Raises EngineError where one that is used is gone, ReadError where one has changed, in place or by
-        getting other memory.
+        Raises EngineError if a used tensor is gone, ReadError if one has changed in place or has
+        other memory.
         """
         buffers = [torch.empty(0, dtype=torch.uint8, device="cpu")] * len(self.files)
         is_changed = dict[int, bool]()
         for known in self.tensors.values():
-            # One tensor that lives keeps its storage, and with it all other views.
+            # A live tensor keeps its storage, and so all views of it, alive.
             if (tensor := known.reference()) is not None:
                 buffers[known.file] = _bytes_of(tensor)
                 is_changed[known.file] = is_changed.get(known.file, False) or _mark(tensor) != known.mark
@@ -236,7 +233,7 @@ class MemoryStorage(Storage):
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """All bytes of a tensor's storage, as a view."""
+    """Return all bytes of a tensor's storage, as a view."""
     storage = tensor.untyped_storage()
     empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return empty.set_(storage, 0, (storage.nbytes(),), (1,))
@@ -248,9 +245,9 @@ def _wait_for(buffers: Iterable[torch.Tensor]) -> None:
 
 
 def _mark(tensor: torch.Tensor) -> tuple[Hashable, ...]:
-    """What tells that a tensor has other values: a change in place counts up, ``.data`` and ``set_`` move it.
+    """Return a value that changes with the tensor's contents.
 
-    Torch keeps no count for inference tensors.
+    A change in place counts up, ``.data`` and ``set_`` move it. Torch has no count for inference tensors.
     """
     storage = tensor.untyped_storage()
     version = 0 if tensor.is_inference() else tensor._version

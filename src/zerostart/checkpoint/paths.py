@@ -1,4 +1,4 @@
-"""Paths as users write them, and directories that threads of this process are still publishing."""
+"""Paths as users write them, and directories that threads still publish."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from zerostart.errors import ConfigError, without_secrets
 
 
 def expanded(path: str | os.PathLike[str]) -> Path:
-    """``path`` with the home directory that ``~`` or ``~user`` stands for.
+    """Return ``path`` with the home directory in place of ``~`` or ``~user``.
 
-    Raises ConfigError where no user has that name, for a text that no system takes for a path, and for a URL
-    without its slashes or its name, which would be a directory of this machine.
+    Raises ConfigError for an unknown user, for a text that is not a path, and for a URL that has lost a
+    slash or its name, which would be a local directory.
     """
     try:
-        found = Path(path).expanduser()
+        place = Path(path).expanduser()
     except RuntimeError:
         raise ConfigError(f"{os.fspath(path)}: no user of that name has a home directory") from None
-    if "\0" in str(found):
+    if "\0" in str(place):
         raise ConfigError(f"{os.fspath(path)!r} is not a path: it contains a NUL character")
-    if (lost := _LOST.fullmatch(str(found))) and not Path(f"{lost['scheme']}:").exists():
+    if (lost := _BROKEN_URL.fullmatch(str(place))) and not Path(f"{lost['scheme']}:").exists():
         url = shown_url(f"{lost['scheme']}://{lost['rest'] or 'NAME'}")
         raise ConfigError(
             f"{lost['scheme']}:/ is no directory here, and no URL, which has two slashes and a name after "
             f"them (pathlib.Path makes one slash of two); give the text {url!r}"
         )
-    return found
+    return place
 
 
-#: What a path makes of a URL; drives of other systems have one letter.
-_LOST = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):(?:/(?P<rest>.*))?", re.DOTALL)
+#: A URL that lost a slash as a path; a drive of another system has one letter.
+_BROKEN_URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):(?:/(?P<rest>.*))?", re.DOTALL)
 
 
 def located(path: str | os.PathLike[str]) -> Path | str:
-    """``path`` as it is from every working directory; a URL without slashes at its end.
+    """Return the absolute ``path``; a URL without slashes at its end.
 
     Raises ConfigError as ``expanded`` does.
     """
@@ -46,12 +46,12 @@ def located(path: str | os.PathLike[str]) -> Path | str:
 
 
 def shown_url(path: str) -> str:
-    """A path as it is; a URL without what may be secret in it."""
+    """Return a path, or a URL without secrets."""
     return without_secrets(path.partition("?")[0]) if scheme_of(path) else path
 
 
 def shown_record(record: Any) -> str:
-    """The ``repr`` of a dataclass that names a place, without secrets."""
+    """Return the ``repr`` of a dataclass without secrets."""
     named = (f"{one.name}={getattr(record, one.name)!r}" for one in fields(record) if one.repr)
     return without_secrets(f"{type(record).__name__}({', '.join(named)})")
 
@@ -60,23 +60,23 @@ _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://.+", re.DOTALL)
 
 
 def scheme_of(source: object) -> str:
-    """The scheme of a URL in small letters; empty for what is none."""
+    """Return the scheme of a URL in lower case; empty for a path."""
     match = _URL.fullmatch(source) if isinstance(source, str) else None
     return "" if match is None else match["scheme"].lower()
 
 
-#: The real path of a directory, and the thread at whose end it is there, or will never be.
+#: Real path of a directory, and the thread that publishes it.
 _pending: list[tuple[Path, threading.Thread]] = []
 
 
 def note_pending(path: Path | str, thread: threading.Thread) -> None:
-    """Have those who read ``path``, or something in it or around it, wait for the end of ``thread``."""
+    """Make later readers of ``path`` or a related path wait for ``thread``."""
     _pending[:] = [item for item in _pending if item[1].is_alive()]
     _pending.append((_real(path), thread))
 
 
 def wait_for(path: str | os.PathLike[str]) -> None:
-    """Return when nothing in this process is publishing ``path``, a part of it, or what it is a part of."""
+    """Wait until no thread publishes ``path``, a part of it or a parent."""
     if not _pending:
         return
     place = _real(path)
@@ -86,12 +86,12 @@ def wait_for(path: str | os.PathLike[str]) -> None:
             thread.join()
 
 
-def is_same(one: Path | str, other: Path | str) -> bool:
-    """Whether two paths are one place, by whatever links."""
-    return _real(one) == _real(other)
+def is_same(first: Path | str, second: Path | str) -> bool:
+    """Return True if two paths are one place, through any links."""
+    return _real(first) == _real(second)
 
 
 def _real(path: str | os.PathLike[str]) -> Path:
     if scheme_of(path):
-        return Path("/", *str(path).split("/"))  # of no file: what counts is which lies in which
+        return Path("/", *str(path).split("/"))  # not a real path: only prefixes are compared
     return Path(os.path.realpath(expanded(path)))

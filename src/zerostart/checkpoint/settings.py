@@ -1,4 +1,4 @@
-"""Local copies of the files next to the weights at a URL: configuration, tokenizer and code.
+"""Local copies of config, tokenizer and code files at a URL.
 
 Model libraries read such files by their paths.
 """
@@ -30,7 +30,7 @@ _THREADS, _READ_BYTES = 8, 8 << 20
 
 
 def settings_here(storage: Storage) -> str:
-    """Return a local directory with the files next to the weights in ``storage.folder``; empty without any.
+    """Return a local directory with the files next to the weights; empty without any.
 
     Raises ReadError, CheckpointError for a file that is too long, WriteError if there is no room.
     """
@@ -95,7 +95,7 @@ def _fetch(files: Storage, names: Sequence[str], directory: Path) -> None:
 
 @contextlib.contextmanager
 def whole_copy(catalog: Catalog) -> Iterator[str]:
-    """Give the directory of a checkpoint; for one at a URL a copy, which is deleted at the end of the block.
+    """Yield the directory of a checkpoint, or of a temporary copy if it is at a URL.
 
     Raises ReadError, and OSError if there is no room.
     """

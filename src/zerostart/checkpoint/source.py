@@ -1,6 +1,6 @@
-"""From what a user names (file, directory, hub id) to the catalog of its tensors; whether files have changed.
+"""Open the catalog of a file, directory or hub id, and detect changed files.
 
-Hub ids are looked up in the local cache; what is not there is fetched by :func:`download`, for a load.
+Hub ids are found in the local cache; a load fetches missing ones (:func:`download`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from zerostart.errors import CheckpointError, CheckpointNotFoundError, ReadError
 
 @dataclass(frozen=True)
 class Files:
-    """Weights files that a caller has found by itself, which together are the checkpoint ``name``."""
+    """Weights files that together are the checkpoint ``name``."""
 
     paths: tuple[str, ...]
     name: str
@@ -44,18 +44,19 @@ class Files:
 def open_catalog(source: str | os.PathLike[str] | Files, classes: Collection[str] = ()) -> Catalog:
     """Return the catalog of the checkpoint at ``source``, with every header checked.
 
-    ``source`` is a ``.safetensors`` file, a file of torch.save (``.bin``, ``.pt``, ``.pth``, ``.ckpt``), an
-    index file of either kind, a directory with the names of transformers or diffusers or with one single
-    such file or index, a directory of a training run, the URL of any of these, a hub id (optionally
-    ``id@revision``) in the local cache, or ``Files``. Safetensors are preferred. Tensors are in the order of
-    files, then of offsets (in a torch file, of its state dict). A tensor in a listed shard belongs to the
-    checkpoint even if the index does not list it, because transformers loads it, too. In a pipeline
-    (``model_index.json``) the component is meant whose class is among ``classes``, or the only model.
+    ``source`` is a ``.safetensors`` file, a file of torch.save (``.bin``, ``.pt``, ``.pth``, ``.ckpt``),
+    an index file of either kind, a directory with the names of transformers or diffusers or with one
+    single such file or index, a directory of a training run, the URL of any of these, a hub id
+    (optionally ``id@revision``) in the local cache, or ``Files``. Safetensors are preferred. Tensors are
+    in the order of files, then of offsets (in a torch file, of its state dict). A tensor in a listed
+    shard belongs to the checkpoint even if the index does not list it, because transformers loads it,
+    too. In a pipeline (``model_index.json``), ``classes`` selects the component; without them it must be
+    the only model.
 
     Raises CheckpointNotFoundError if nothing is there or a listed file is absent, CheckpointError if a
     file is malformed or contradicts the index, ReadError if reading fails.
     """
-    # A registered storage first: its URLs would be paths that do not exist.
+    # Try registered storages first: their URLs would be paths that do not exist.
     if (storage := storage_at(source)) is not None:
         if is_state_alone(storage):
             return open_catalog(f"{os.fspath(str(source)).rstrip('/')}/{MODEL_FOLDER}", classes)
@@ -66,9 +67,9 @@ def open_catalog(source: str | os.PathLike[str] | Files, classes: Collection[str
 
 
 def resolve_source(source: str | os.PathLike[str]) -> Path:
-    """Absolute path of the file or directory that ``source`` means: itself, or a cached hub snapshot.
+    """Return the absolute path of ``source``, or of the cached hub snapshot.
 
-    Raises CheckpointNotFoundError, saying what was looked for.
+    Raises CheckpointNotFoundError with the places that were searched.
     """
     name = os.fspath(source)
     if scheme_of(name):
@@ -77,39 +78,39 @@ def resolve_source(source: str | os.PathLike[str]) -> Path:
             "but this needs files of this machine; copy the checkpoint to a local directory"
         )
     path = expanded(name)
-    # A save of this process may still be publishing the directory in the background.
+    # A thread of this process may still publish the directory.
     wait_for(path)
-    # Not `resolve`: a cache's snapshot is made of links, and their names are what tells the format.
+    # Not `resolve`: a snapshot in the cache consists of links, whose names determine the format.
     path = Path(os.path.abspath(path))  # noqa: PTH100
     if path.exists():
         return path
-    # After the path itself: a directory of that name comes before the cache.
+    # A directory of that name precedes the cache.
     if isinstance(source, str) and _may_be_hub_id(name):
         return _cached_snapshot(name, path)
     raise CheckpointNotFoundError(f"{path}: there is no such file or directory")
 
 
-#: The weights of each kind in a model's repository; of several kinds one is enough.
+#: Patterns of weights in a model's repository; one kind is enough.
 _WEIGHTS = (("*.safetensors",), ("*.bin", "*.pt", "*.pth", "*.ckpt"))
 
 
 def present(
     source: str | os.PathLike[str] | Files, classes: Collection[str] = ()
 ) -> str | os.PathLike[str] | Files:
-    """``source``, which is fetched if it is a hub id that is not in the local cache; see ``download``."""
+    """Fetch ``source`` if it is a hub id outside the local cache, and return it."""
     if isinstance(source, str) and not scheme_of(source) and _may_be_hub_id(source):
         from huggingface_hub import constants
 
-        # Offline, what is missing is told by who opens it.
+        # Offline, opening it reports what is missing.
         if not constants.HF_HUB_OFFLINE:
             download(source, classes)
     return source
 
 
 def fetch_as(root: str, files: Sequence[str]) -> None:
-    """Fetch the snapshot of the hub's cache that ``root`` is on another machine, unless it is here.
+    """Fetch the hub snapshot ``root`` of another machine, unless it is here.
 
-    It is of the same revision, whatever has become of its name. Raises CheckpointNotFoundError.
+    The revision is the same, even if its branch has moved. Raises CheckpointNotFoundError.
     """
     path = Path(root)
     if _is_snapshot(path) and not all(Path(file).exists() for file in files):
@@ -118,18 +119,17 @@ def fetch_as(root: str, files: Sequence[str]) -> None:
 
 
 def download(source: str, classes: Collection[str] = ()) -> Path:
-    """Fetch a hub id, optionally ``id@revision``, into the local cache, unless it is there or is no hub id.
+    """Fetch a hub id, optionally ``id@revision``, unless it is in the local cache.
 
-    Of the weights those alone that a load takes, all of one revision. Raises CheckpointNotFoundError where
-    the hub has no such model or gives it not to everybody, and where it cannot be reached, ReadError for a
-    download that breaks off.
+    Only the weights that a load reads are fetched, all of one revision. Raises CheckpointNotFoundError if
+    the hub has no such model, refuses access, or cannot be reached, ReadError if a download breaks off.
     """
     with contextlib.suppress(CheckpointNotFoundError):
-        found = resolve_source(source)
-        if not _is_snapshot(found) or _is_whole(found, classes):
-            return found
+        path = resolve_source(source)
+        if not _is_snapshot(path) or _is_whole(path, classes):
+            return path
     if not _may_be_hub_id(source):
-        return resolve_source(source)  # which says what is missing
+        return resolve_source(source)  # raises the error
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
@@ -149,7 +149,7 @@ def download(source: str, classes: Collection[str] = ()) -> Path:
         ) from None  # the hub's error may repeat the request
     except (ZerostartError, ImportError):
         raise
-    except Exception as error:  # a connection that breaks off, by whatever client it is; a disk that is full
+    except Exception as error:  # any client's connection error, or a full disk
         raise ReadError(
             f"fetching {source} from {where} broke off ({type(error).__name__}: {_line(error)}); start "
             "again: what has come stays in the local hub cache"
@@ -168,8 +168,8 @@ def _snapshot(identifier: str, revision: str) -> Path:
             huggingface_hub.snapshot_download(identifier, revision=commit or None, allow_patterns=[*patterns])
         )
 
-    # What is beside the weights first, with the index that names them. From then on that commit: the name of
-    # a branch may mean another one by the next request.
+    # Fetch the other files first, with the index that names the weights. Then keep to that commit, because a
+    # branch may move.
     path = fetch(SETTINGS, revision)
     for name in () if (path / PIPELINE_INDEX).exists() else STANDARD_NAMES:
         if name.endswith(INDEX_SUFFIX):
@@ -197,22 +197,22 @@ def _is_whole(path: Path, classes: Collection[str] = ()) -> bool:
 
 
 def config_path(root: str | os.PathLike[str]) -> Path | None:
-    """Path of the ``config.json`` of the checkpoint in directory ``root``, or None without one."""
+    """Return the path of ``config.json`` in directory ``root``, or None without one."""
     path = Path(root) / CONFIG_NAME
     return path if path.is_file() else None
 
 
 def read_config(root: str | os.PathLike[str]) -> JsonObject | None:
-    """Content of the ``config.json`` in directory ``root``, or None without one.
+    """Return the content of ``config.json`` in directory ``root``, or None without one.
 
-    A name that is there twice counts as the last says: so transformers and diffusers, which build the model,
-    read the files that people have edited by hand. Raises CheckpointError if it is not a JSON object.
+    Of a repeated name the last counts, as in transformers and diffusers, because people edit these files
+    by hand. Raises CheckpointError if it is not a JSON object.
     """
     path = config_path(root)
     return None if path is None else read_json(path, "configuration", MAX_CONFIG_BYTES)
 
 
-#: How names of files end; a repository of the hub may be named so, and is not.
+#: Suffixes of file names, which are not hub ids.
 _FILES = (SUFFIX, ".bin", ".pt", ".pth", ".ckpt", ".json")
 
 
@@ -234,21 +234,21 @@ def _cached_snapshot(name: str, looked_for: Path) -> Path:
     except HFValidationError as error:
         raise CheckpointNotFoundError(f"{looked_for}: there is no such file or directory") from error
     except LocalEntryNotFoundError as error:
-        # A snapshot can lack files that no load needs; which ones are needed, its index says.
+        # A snapshot may lack files that no load needs; its index names the needed ones.
         if (incomplete := getattr(error, "snapshot_path", None)) is not None:
             return Path(incomplete)
-        wanted = identifier + (f" --revision {revision}" if revision else "")
+        hub_id = identifier + (f" --revision {revision}" if revision else "")
         raise CheckpointNotFoundError(
             f"{name}: no file or directory {looked_for}, and no such model in the local "
-            f"hub cache ({huggingface_hub.constants.HF_HUB_CACHE}); fetch it first: hf download {wanted}, "
+            f"hub cache ({huggingface_hub.constants.HF_HUB_CACHE}); fetch it first: hf download {hub_id}, "
             "or with --download, which inspect, plan, load, train and cache take"
         ) from error
 
 
 def check_configuration(catalog: Catalog) -> None:
-    """Raise ReadError where another configuration lies beside the weights now than when they were opened.
+    """Raise ReadError if the config file has changed since the weights were opened.
 
-    Of a save that has made its switch since the old weights are there for a moment longer.
+    A save may have published new weights while the old ones still exist.
     """
     known, path = catalog.configured, Path(catalog.root) / CONFIG_NAME
     if known is not None and (now := FileState.at(str(path))) != known:
@@ -259,17 +259,17 @@ def check_configuration(catalog: Catalog) -> None:
 
 
 def states_of(catalog: Catalog) -> tuple[FileState | None, ...]:
-    """What the files of a catalog were when their headers were read; () where they are no files."""
+    """Return the states of local files when their headers were read; otherwise ()."""
     return catalog.storage.states if isinstance(catalog.storage, LocalFiles) else ()
 
 
 def seen_here(catalog: Catalog) -> Catalog:
-    """Return the catalog with the states that its files have on this machine.
+    """Return the catalog with the states of its files on this machine.
 
-    Raises CheckpointNotFoundError for a file that is not here, ReadError for one of another length.
+    Raises CheckpointNotFoundError for a missing file, ReadError for one of another length.
     """
-    found = [FileState.at(path) for path in catalog.files]
-    for path, size, state in zip(catalog.files, catalog.sizes, found, strict=True):
+    states = [FileState.at(path) for path in catalog.files]
+    for path, size, state in zip(catalog.files, catalog.sizes, states, strict=True):
         if state is None:
             raise CheckpointNotFoundError(
                 f"{path} does not exist on this machine, but it does on the machine of rank 0; copy the "
@@ -280,13 +280,13 @@ def seen_here(catalog: Catalog) -> Catalog:
                 f"{path} has another length on this machine than on the machine of rank 0; copy the "
                 "checkpoint to every machine again"
             )
-    return replace(catalog, storage=replace(catalog.storage, identities=tuple(found)))
+    return replace(catalog, storage=replace(catalog.storage, identities=tuple(states)))
 
 
 def check_unchanged(catalog: Catalog) -> None:
-    """Raise ReadError if a file is not as it was when its header was read.
+    """Raise ReadError if a file was written to since its header was read.
 
-    A file that was replaced is allowed: who has opened it goes on reading the old one.
+    A replaced file is allowed: an open file still reads the old one.
     """
     for number, before in enumerate(states_of(catalog)):
         path = catalog.files[number]

@@ -1,4 +1,4 @@
-"""JSON objects out of files that nobody vouches for (headers, indices, ...), and JSON for others."""
+"""Read JSON objects from unknown files (headers, indexes), and write portable JSON."""
 
 from __future__ import annotations
 
@@ -11,27 +11,26 @@ from typing import Any, NoReturn, TypeAlias
 from zerostart.checkpoint.storage.files import read_small
 from zerostart.errors import CheckpointError, CheckpointNotFoundError, ReadError
 
-#: A JSON object. Its members have no types here: whoever reads one asks for the type that it needs, since
-#: anybody may have written the file.
+#: JSON object from an unknown file; readers check the type of each member.
 JsonObject: TypeAlias = dict[str, Any]
-#: One that is only looked at.
+#: Read-only JSON object.
 JsonMapping: TypeAlias = Mapping[str, Any]
 
-#: Maximum size of a header, an index or a configuration, in bytes: of half a million tensors.
+#: Maximum size of a header, index or config file in bytes: half a million tensors.
 MAX_JSON_BYTES = 1 << 26
-#: Maximum size of the document of a training state, which names each parameter several times, in bytes.
+#: Maximum size of a training state's document in bytes; it names each parameter several times.
 MAX_DOCUMENT_BYTES = 800_000_000
 #: Maximum size of a model's configuration, in bytes.
 MAX_CONFIG_BYTES = 8_000_000
 
-#: What to do about a file whose text makes no sense.
+#: Remedy for a file without meaning.
 DAMAGED = "the file is damaged, or is not what its name says; download it again"
 
 
-def load_json(raw: bytes, path: str, what: str, header: bool = False) -> JsonObject:
-    """Parse a JSON object; a ``header`` has integers only, no name twice and no lone surrogates.
+def load_json(raw: bytes, path: str, kind: str, header: bool = False) -> JsonObject:
+    """Parse a JSON object; a ``header`` has only integers and unique names.
 
-    Raises CheckpointError; ``path`` and ``what`` say in its message which file and which part of it.
+    Raises CheckpointError; ``path`` and ``kind`` name the file and its part.
     """
     no_number = _no_number if header else None
     try:
@@ -42,45 +41,45 @@ def load_json(raw: bytes, path: str, what: str, header: bool = False) -> JsonObj
             parse_float=no_number,
             parse_constant=no_number,
         )
-        if header and b"\\u" in raw:  # only an escape can bring in half of a surrogate pair
+        if header and b"\\u" in raw:  # only an escape can contain half of a surrogate pair
             json.dumps(value, ensure_ascii=False).encode("utf-8")
     except RecursionError as error:
         raise CheckpointError(
-            f"{path}: the {what} is nested too deeply to be a checkpoint's: {DAMAGED}"
+            f"{path}: the {kind} is nested too deeply to be a checkpoint's: {DAMAGED}"
         ) from error
     except UnicodeError as error:
-        raise CheckpointError(f"{path}: the {what} is not UTF-8 ({error.reason}): {DAMAGED}") from error  # type: ignore[attr-defined]
+        raise CheckpointError(f"{path}: the {kind} is not UTF-8 ({error.reason}): {DAMAGED}") from error  # type: ignore[attr-defined]
     except ValueError as error:
-        raise CheckpointError(f"{path}: the {what} is not valid JSON ({error}): {DAMAGED}") from error
+        raise CheckpointError(f"{path}: the {kind} is not valid JSON ({error}): {DAMAGED}") from error
     if not isinstance(value, dict):
         raise CheckpointError(
-            f"{path}: the {what} is a JSON {type(value).__name__} and not an object: {DAMAGED}"
+            f"{path}: the {kind} is a JSON {type(value).__name__} and not an object: {DAMAGED}"
         )
     return value
 
 
-def read_json(path: Path, what: str, most: int = MAX_JSON_BYTES) -> JsonObject:
-    """Read the JSON object in a regular file of at most ``most`` bytes; ``what`` names its kind.
+def read_json(path: Path, kind: str, limit: int = MAX_JSON_BYTES) -> JsonObject:
+    """Read the JSON object in a regular file of at most ``limit`` bytes.
 
-    Raises ReadError if reading fails, CheckpointError if it is not a regular file or not a JSON object, or
-    too large.
+    ``kind`` names it in messages. Raises ReadError if reading fails, CheckpointError if it is not a
+    regular file, not a JSON object, or too large.
     """
     try:
-        raw = read_small(str(path), most, what)
+        raw = read_small(str(path), limit, kind)
     except CheckpointNotFoundError as error:
         raise ReadError(f"{path}: cannot be read: {error.__cause__}") from error
     try:
-        return load_json(raw, str(path), what)
+        return load_json(raw, str(path), kind)
     except CheckpointError as error:
-        if kind := named_kind(raw[:HEAD_BYTES]):
-            raise CheckpointError(f"{path}: no {what}: {kind}") from error
+        if found_kind := named_kind(raw[:HEAD_BYTES]):
+            raise CheckpointError(f"{path}: no {kind}: {found_kind}") from error
         raise
 
 
 def dump_json(value: object, indent: int | None = None) -> str:
-    """``value`` (of dictionaries, lists, tuples and scalars) as JSON that any reader takes.
+    """Return ``value`` (dictionaries, lists, tuples, scalars) as standard JSON.
 
-    JSON has no NaN and no infinities, which Python writes all the same: they become null.
+    NaN and infinities, which Python would write, become null.
     """
     return json.dumps(_finite(value), indent=indent, allow_nan=False)
 
@@ -96,7 +95,7 @@ def _finite(value: object) -> Any:
 
 
 def shown(text: str) -> str:
-    """Text out of a file, fit for a message: quoted, without control characters, shortened."""
+    """Quote text from a file for a message: no control characters, shortened."""
     quoted = ascii(text)
     return quoted if len(quoted) <= 200 else f"{quoted[:160]}... ({len(text)} characters)"
 
@@ -104,11 +103,11 @@ def shown(text: str) -> str:
 def _unique(pairs: list[tuple[str, object]]) -> JsonObject:
     result = dict(pairs)
     if len(result) != len(pairs):
-        seen: set[str] = set()
+        names: set[str] = set()
         for name, _ in pairs:
-            if name in seen:
+            if name in names:
                 raise ValueError(f"the name {shown(name)} occurs twice")
-            seen.add(name)
+            names.add(name)
     return result
 
 
@@ -122,11 +121,11 @@ def _no_number(text: str) -> NoReturn:
     raise ValueError(f"{shown(text)} is not an integer")
 
 
-#: The first bytes that are looked at: up to the mark of a tar archive.
+#: Number of first bytes that are examined: up to the mark of a tar archive.
 HEAD_BYTES = 512
 _LATER = "download it again"
 _HTML = (b"<!doctype html", b"<html", b"<head", b"<?xml", b"<body", b"<!--")
-#: How a file begins, what it then is, and what to do.
+#: First bytes of a file, its kind, and a remedy.
 _BEGINNINGS = (
     (
         b"version https://git-lfs",
@@ -139,7 +138,7 @@ _BEGINNINGS = (
     (b"\x80\2", "a bare pickle", "save its tensors as safetensors, if you trust where it comes from"),
     (b"\x80\4", "a bare pickle", "save its tensors as safetensors, if you trust where it comes from"),
 )
-#: Suffixes of files of weights that are not read, and what to do about each.
+#: Suffixes of weights that are not read, with a remedy for each.
 OTHER_FORMATS = {
     ".gguf": "GGUF files, of llama.cpp, are not read: take the repository with the safetensors",
     ".h5": "HDF5 files, of Keras, are not read: take the repository with the safetensors",
@@ -151,7 +150,7 @@ OTHER_FORMATS = {
 
 
 def named_kind(head: bytes) -> str:
-    """What a file with these first bytes is, and what to do, as an end of a message; empty: not known."""
+    """Describe a file by its first bytes, with a remedy; empty if unknown."""
     for beginning, kind, remedy in _BEGINNINGS:
         if head.startswith(beginning):
             return f"it is {kind}; {remedy}"

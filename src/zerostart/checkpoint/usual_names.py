@@ -1,4 +1,4 @@
-"""Names of the files of a checkpoint, by which it is found where a directory cannot be listed."""
+"""Names of the files of a checkpoint, for directories that cannot be listed."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ STANDARD_NAMES = tuple(
     )
     for index in ("", ".index.json")
 )
-#: What lies in a pipeline of diffusers, whose models have folders of their own.
+#: Index of a diffusers pipeline, which has a folder for each model.
 PIPELINE_INDEX = "model_index.json"
-#: What a model's repository has beside its weights.
+#: Patterns of the files next to the weights in a model's repository.
 SETTINGS = ("*.json", "*.txt", "*.model", "*.jinja", "*.py", "*.tiktoken")
-#: The usual ones of these: configuration, tokenizer, processors, and what zerostart and diffusers write.
+#: Usual names of config, tokenizer and processor files, and of what zerostart and diffusers write.
 USUAL_SETTINGS = (
     *("config.json", "generation_config.json", PIPELINE_INDEX, "zerostart.json", "state.json"),
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json"),

@@ -1,4 +1,4 @@
-"""A saved directory against the marker that was written with it."""
+"""Compare a saved directory with the documents that were written with it."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from zerostart.checkpoint.write.staging import finish_switched
 from zerostart.distributed.machine import cores
 from zerostart.errors import CheckpointError, CheckpointNotFoundError, ReadError, VerifyError
 
-#: Most faults that a message lists.
+#: Maximum number of faults in a message.
 _LISTED = 8
 
 
 @dataclass(frozen=True)
 class Verified:
-    """What was found to be as it was saved: files and their bytes, and tensors in them."""
+    """Numbers of verified files, tensors and bytes."""
 
     files: int
     tensors: int
@@ -39,8 +39,8 @@ class Verified:
 
 
 def verify(path: str | os.PathLike[str]) -> Verified:
-    """See ``zerostart.verify``, which raises what this raises."""
-    # The documents are read from ``place``; of a URL that is a copy of them, and the files are the store's.
+    """Implement ``zerostart.verify``."""
+    # The documents are read from ``place``, a local copy if the source is a URL.
     storage = storage_at(path)
     if storage is None:
         place = expanded(path)
@@ -54,21 +54,21 @@ def verify(path: str | os.PathLike[str]) -> Verified:
     shown_place = place if storage is None else storage.folder
     try:
         finish_switched(place)
-        found = documents(place)
-        for document in found:
-            check_seal(document, place / STATE_MARKER)  # which no other has
+        saved = documents(place)
+        for document in saved:
+            check_seal(document, place / STATE_MARKER)  # only a state has a seal
     except CheckpointError as error:
         raise VerifyError(str(error)) from error
-    if not found:
+    if not saved:
         raise VerifyError(
             f"{shown_place}: has no {' and no '.join(MARKERS)}, so nothing records what was saved: "
             "zerostart did not save it, or the save was not complete; zerostart.diff compares it "
             "with another checkpoint"
         )
-    # Files first, by their sizes: tensors of files that are not whole would only say the same once more.
-    faults = [fault for document in found for fault in _faults_of_files(place, storage, document)]
+    # Check the sizes of files first: tensors of incomplete files would repeat these faults.
+    faults = [fault for document in saved for fault in _faults_of_files(place, storage, document)]
     tensors = 0
-    for document in found if not faults else ():
+    for document in saved if not faults else ():
         for folder, digests in document.get("digests", {}).items():
             if any(not is_comparable(digest) for digest in digests.values()):
                 raise VerifyError(
@@ -81,7 +81,7 @@ def verify(path: str | os.PathLike[str]) -> Verified:
     if faults:
         more = f"; and {len(faults) - _LISTED} more" if len(faults) > _LISTED else ""
         raise VerifyError(f"{shown_place} is not what was saved: {'; '.join(faults[:_LISTED])}{more}")
-    files = {name: one["bytes"] for document in found for name, one in document["files"].items()}
+    files = {name: one["bytes"] for document in saved for name, one in document["files"].items()}
     return Verified(len(files), tensors, sum(files.values()))
 
 
@@ -107,7 +107,10 @@ def _local_file(path: str) -> Storage:
 
 
 def _documents_here(storage: Storage) -> Path:
-    """A directory of this machine with the documents that lie at a URL. Raises VerifyError."""
+    """Return a local directory with copies of the documents at a URL.
+
+    Raises VerifyError.
+    """
     if not storage.folder or storage.asked:
         raise VerifyError(f"{storage.name}: only a directory that zerostart has saved can be verified")
     try:
@@ -132,7 +135,7 @@ def _catalog(place: Path, folder: str, document: JsonObject, storage: Storage | 
     try:
         if storage is not None:
             shards = [name for name in sorted(names) if name.endswith(".safetensors")]
-            # No directory any more: all of these files are what is opened.
+            # Without a folder: all of these files are opened.
             return storage_catalog(replace(storage.named(shards), folder=""))
         return open_catalog(Files(tuple(weights), str(place / folder)))
     except (CheckpointError, CheckpointNotFoundError, ReadError) as error:
@@ -145,27 +148,27 @@ def _faults_of_tensors(catalog: Catalog, digests: Mapping[str, str]) -> Iterator
     for name in catalog.tensors.keys() - digests.keys():
         yield f"tensor {shown(name)} in {catalog.files[catalog.tensors[name].file]} was not saved with it"
     try:
-        found = file_digests(catalog, digests.keys())
+        current_digests = file_digests(catalog, digests.keys())
     except (ReadError, CheckpointNotFoundError) as error:
         raise VerifyError(str(error)) from error
-    for name, digest in found.items():
+    for name, digest in current_digests.items():
         if digest != digests[name]:
             entry = catalog.tensors[name]
             yield f"tensor {shown(name)} in {catalog.files[entry.file]} has other contents"
 
 
-#: Bytes of one read, and most threads, of which each has a buffer of as many.
+#: Bytes of one read, which is the buffer of a thread; maximum number of threads.
 CHUNK, THREADS = 4 << 20, 8
 
 
 def file_digests(catalog: Catalog, names: Collection[str] | None = None) -> dict[str, str]:
-    """Return the digest of each tensor of safetensors files, as a live model has them.
+    """Return the digest of each tensor of safetensors files.
 
-    Raises ReadError and CheckpointNotFoundError.
+    It equals that of a live model. Raises ReadError and CheckpointNotFoundError.
     """
     entries = [entry for entry in catalog.tensors.values() if names is None or entry.name in names]
     digests = Digests((entry.name, entry.dtype, entry.shape) for entry in entries)
-    # One buffer for each thread, whatever number of reads it makes.
+    # One buffer for each thread, however many reads it does.
     own = threading.local()
 
     def buffer(count: int) -> memoryview:
@@ -181,10 +184,10 @@ def file_digests(catalog: Catalog, names: Collection[str] | None = None) -> dict
             reader.read(entry.file, entry.offset + start, [data])
             digests.add(entry.name, start * 8 // DTYPE_BITS[entry.dtype], data)
 
-        # A store is waited for, whatever the processors.
+        # Requests to a store wait, so that threads may exceed the processors.
         threads = THREADS if not catalog.storage.cached else max(1, min(THREADS, int(cores())))
         with ThreadPoolExecutor(threads) as pool:
-            # In batches, so that an error ends it soon, and no list of all reads is made.
+            # In batches, so that an error ends it soon without a list of all reads.
             jobs = (job for entry in entries for job in _reads(entry))
             while batch := list(itertools.islice(jobs, 64)):
                 list(pool.map(add, batch))

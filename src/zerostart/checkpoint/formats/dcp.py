@@ -1,6 +1,6 @@
-"""Directories of ``torch.distributed.checkpoint``: boxes of tensors in the ranks' files, and what lies where.
+"""Directories of ``torch.distributed.checkpoint``: boxes of tensors in the ranks' files.
 
-The description is a pickle (``.metadata``), which is read as data; each box is an archive of ``torch.save``
+The metadata is a pickle (``.metadata``), which is read as data; each box is an archive of ``torch.save``
 within a file. Source: ``metadata.py`` and ``filesystem.py`` of ``torch/distributed/checkpoint`` (torch 2.11
 to 2.13).
 """
@@ -29,27 +29,27 @@ from zerostart.checkpoint.strict_json import DAMAGED, shown
 from zerostart.errors import CheckpointError
 
 METADATA = ".metadata"
-#: What names of an optimizer begin with that was saved with ``flatten_optimizer_state_dict=True``.
+#: Prefixes of optimizer names saved with ``flatten_optimizer_state_dict=True``.
 _FLAT_STATE, _FLAT_GROUPS = "state.", "param_groups."
-#: Maximum size of the description, in bytes; a box takes about 300.
+#: Maximum size of the metadata in bytes; a box takes about 300.
 MAX_METADATA_BYTES = 1 << 28
 
 
 class TorchDistributed(TrainingFormat):
-    """What ``torch.distributed.checkpoint`` writes, by itself or for accelerate."""
+    """Checkpoint of ``torch.distributed.checkpoint``, also as written by accelerate."""
 
     name = "dcp"
 
     def holds(self, directory: Path) -> bool:
-        """Whether there is its description."""
+        """Return True if the directory has the metadata file."""
         return (directory / METADATA).is_file()
 
     def read(self, directory: Path, files: PartFiles) -> TrainingContents:
-        """What the files of all ranks hold together; ``files`` takes what is read.
+        """Read the metadata and the files of all ranks; ``files`` records each one.
 
-        Weights are at the top, or one of several entries (``{"model": ..., "optim": ...}``); the states of an
-        optimizer are what ``get_optimizer_state_dict`` calls them, ``optim.state.NAME.exp_avg``. Raises
-        CheckpointError for what is not whole, or compressed.
+        Weights are at the top, or in one of several entries (``{"model": ..., "optim": ...}``).
+        Optimizer states have the names of ``get_optimizer_state_dict``, ``optim.state.NAME.exp_avg``.
+        Raises CheckpointError for incomplete or compressed files.
         """
         path = directory / METADATA
         with files.opened(path) as (handle, size, _):
@@ -57,10 +57,10 @@ class TorchDistributed(TrainingFormat):
                 raise CheckpointError(
                     f"{path}: its {size} bytes are beyond the limit of {MAX_METADATA_BYTES} for metadata"
                 )
-            # From its first byte and its last one: a sparse file of any length has neither.
+            # Check the first and the last byte: a sparse file of any length has neither.
             if handle.read(1, 0) != b"\x80" or handle.read(1, size - 1) != b".":
                 raise CheckpointError(f"{path}: is not a pickle, or only a part of one: {DAMAGED}")
-            # Not of `weights`: the description names classes of torch, which become records.
+            # Not `weights`: the metadata names classes of torch, which become records.
             value = read_inert_pickle(handle.read(size, 0), str(path))
         described = _described(value, path)
         stored, pickled = _stored(directory, value, described, files)
@@ -69,14 +69,13 @@ class TorchDistributed(TrainingFormat):
         for key, name in _names(described, value, path).items():
             shape, dtype, boxes = described[key]
             parts = [(stored[key, origin], origin) for origin in boxes if (key, origin) in stored]
-            # A state without dimensions is a counter such as `step`: its value is read now, and no tensor is
-            # planned.
+            # A scalar state is a counter such as `step`: its value is read now, and no tensor is planned.
             kind, _, parameter = name.partition(STATE)
             if parameter and shape == () and len(parts) == 1:
                 found.numbers.setdefault(kind, {})[parameter] = files.number(parts[0][0])
             else:
                 found.assembled[name] = from_boxes(name, shape, dtype, parts)
-        # A setting of a group may be a tensor, such as the learning rate of what is captured in a graph.
+        # A setting may be a tensor, such as the learning rate of a captured graph.
         for (key, _), entry in stored.items():
             route = _route(_routes(value).get(key), key)
             if _is_setting(route) and entry.shape == ():
@@ -91,18 +90,18 @@ def _is_setting(route: Sequence[str]) -> bool:
 
 
 def _add_groups(value: InertObject, pickled: Mapping[str, Any], found: TrainingContents) -> None:
-    """Parameter groups out of entries ``optim.param_groups.0.lr`` and so on."""
+    """Add parameter groups from entries such as ``optim.param_groups.0.lr``."""
     groups: dict[Any, dict[str, object]] = {}
-    alone: dict[str, dict[str, object]] = {}
+    flat_groups: dict[str, dict[str, object]] = {}
     for key, item in pickled.items():
         route = _route(_routes(value).get(key), key)
         if len(route) == 4 and route[1] == "param_groups":
             groups.setdefault(route[2], {})[route[3]] = item
         elif len(route) == 2 and (flat := _flat(route[1], _FLAT_GROUPS)) is not None:
-            alone.setdefault(flat[0], {})[flat[1]] = item
+            flat_groups.setdefault(flat[0], {})[flat[1]] = item
         elif len(route) == 2 and type(item) in (int, float) and (flat := _flat(route[1], _FLAT_STATE)):
             found.numbers.setdefault(flat[1], {})[flat[0]] = item
-    found.groups += [ParameterGroup(settings, (name,)) for name, settings in alone.items()]
+    found.groups += [ParameterGroup(settings, (name,)) for name, settings in flat_groups.items()]
     for group in groups.values():
         names = group.pop("params", None)
         if type(names) is list:
@@ -110,7 +109,7 @@ def _add_groups(value: InertObject, pickled: Mapping[str, Any], found: TrainingC
 
 
 def _flat(name: str, kind: str) -> tuple[str, str] | None:
-    """The parameter and the key of an entry of an optimizer that was saved flat; None for any other."""
+    """Split the name of a flat optimizer entry into parameter and key; otherwise None."""
     parameter, _, key = name.removeprefix(kind).rpartition(".")
     return (parameter, key) if name.startswith(kind) and parameter else None
 
@@ -120,17 +119,17 @@ Described = tuple[tuple[int, ...], str, list[tuple[int, ...]]]
 
 
 def _described(value: object, path: Path) -> dict[str, Described]:
-    """The tensors that the description speaks of."""
+    """Return the tensors that the metadata describes."""
     entries = value.get("state_dict_metadata") if isinstance(value, InertObject) else None
     if not isinstance(entries, dict):
         raise CheckpointError(f"{path}: not a metadata file of torch.distributed.checkpoint: {DAMAGED}")
     out: dict[str, Described] = {}
     for key, entry in entries.items():
         if not isinstance(entry, InertObject) or not entry.name.endswith("TensorStorageMetadata"):
-            continue  # what is pickled: counters, groups of parameters
+            continue  # pickled values: counters, groups of parameters
         properties, chunks = entry.get("properties"), entry.get("chunks")
-        given = properties.state if isinstance(properties, InertObject) else None
-        dtype = given.get("dtype") if isinstance(given, dict) else given[0] if type(given) is tuple else None
+        state = properties.state if isinstance(properties, InertObject) else None
+        dtype = state.get("dtype") if isinstance(state, dict) else state[0] if type(state) is tuple else None
         spelled = TORCH_NAMES.get(dtype.name.removeprefix("torch.")) if type(dtype) is Global else None
         if spelled is None:
             raise CheckpointError(
@@ -160,7 +159,7 @@ def _stored(
     out: dict[tuple[str, tuple[int, ...]], TensorEntry] = {}
     pickled: dict[str, object] = {}
     for file, places in sorted(by_file.items()):
-        # The name comes out of a pickle that anybody may have written: it stays in the directory.
+        # The name may be hostile: it must stay in the directory.
         if "/" in file or "\\" in file or "\0" in file or file in ("", ".", ".."):
             raise CheckpointError(
                 f"{directory}: the metadata places a part in {shown(file)}, outside the checkpoint"
@@ -173,7 +172,7 @@ def _stored(
                         f"{path}: the metadata places {shown(place.key)} beyond the end of the file: "
                         f"{DAMAGED}"
                     )
-                # Each part is an archive of its own (`torch.save` into a stream), at an offset of the rank's
+                # Each part is a separate archive (`torch.save` into a stream), at an offset of the rank's
                 # file.
                 archive = TorchArchive(handle, place.length, str(path), place.offset)
                 tensor = archive.value()
@@ -196,7 +195,7 @@ def _places(value: InertObject, path: Path) -> Iterator[tuple[str, _Place]]:
     for index, info in storage.items():
         if not isinstance(index, InertObject) or not isinstance(info, InertObject):
             raise CheckpointError(f"{path}: does not say where tensors are stored: {DAMAGED}")
-        origin = index.get("offset") or ()  # what is no tensor has none
+        origin = index.get("offset") or ()  # only tensors have an offset
         if info.get("transform_descriptors"):
             raise CheckpointError(
                 f"{path}: parts are compressed, which is not read; save the checkpoint again without "

@@ -1,4 +1,4 @@
-"""Read pickles from unknown sources as data: nothing that they name is imported or called.
+"""Read pickles from unknown sources as data: nothing that they name is executed.
 
 Python's own unpickler runs them, but a global is only its name (``Global``), an object is a record of a call
 (``InertObject``), and a tensor is a view of a storage (``StoredTensor``).
@@ -69,7 +69,7 @@ class Global:
 
 @dataclass(eq=False, slots=True)
 class InertObject:
-    """Record of a call of ``name`` with ``arguments``, and of the ``state`` that was set after it."""
+    """Record of a call of ``name`` with ``arguments``, and of the object's ``state``."""
 
     name: str
     arguments: tuple[Any, ...]
@@ -190,7 +190,7 @@ class _Unpickler(_InPython):  # type: ignore[misc]
 
 
 def _check_members(value: object, limit: int) -> None:
-    """Raise _Refused if containers that refer to each other have more members than a reader can visit."""
+    """Raise _Refused if nested containers have more than ``limit`` members in all."""
     members: dict[int, int] = {}  # of each container and those inside it; 0: not yet counted
     pending = [value]
     while pending:
@@ -200,16 +200,16 @@ def _check_members(value: object, limit: int) -> None:
         else:
             inside = (*item, *item.values()) if isinstance(item, dict) else item
         inside = inside if type(item) in _CONTAINERS else ()
-        held = [one for one in inside if type(one) in _CONTAINERS]
+        containers = [one for one in inside if type(one) in _CONTAINERS]
         if id(item) not in members:
             members[id(item)] = 0
-            pending += [one for one in held if id(one) not in members]
+            pending += [one for one in containers if id(one) not in members]
             continue
         pending.pop()
         if not members[id(item)]:
-            if any(not members[id(one)] and type(one) is not InertObject for one in held):
+            if any(not members[id(one)] and type(one) is not InertObject for one in containers):
                 raise _Refused("holds a container that holds itself")
-            members[id(item)] = 1 + len(inside) + sum(members[id(one)] for one in held)
+            members[id(item)] = 1 + len(inside) + sum(members[id(one)] for one in containers)
         if members[id(item)] > limit:
             raise _Refused(f"holds containers in one another, with more than {limit} members in all")
 
@@ -226,7 +226,7 @@ def _counts(values: object) -> bool:
 
 
 def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> StoredTensor:
-    """Rebuild a tensor as torch does; ``rest`` has requires_grad, hooks, the dtype (v3) and metadata."""
+    """Rebuild a tensor; ``rest`` is requires_grad, hooks, dtype (v3) and metadata."""
     is_right = type(storage) is Storage and _counts((offset,)) and _counts(shape) and _counts(strides)
     if not is_right or len(shape) != len(strides):
         raise _Refused("makes a tensor from something other than a storage, an offset, sizes and strides")

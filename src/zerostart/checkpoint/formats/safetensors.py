@@ -1,10 +1,9 @@
-"""A strict parser of safetensors headers that needs neither torch nor the safetensors library.
+"""Parse safetensors headers strictly, without torch and the safetensors library.
 
-A file is an unsigned 64-bit little-endian length N, N bytes of JSON, and the tensors' bytes
-(format: https://github.com/huggingface/safetensors). Whatever that library refuses is refused here,
-and so is what it lets pass although it makes a file ambiguous: duplicate names, fields that it does
-not know, a tensor described by a list. Nothing is allocated on the word of a file: its length is
-compared with the true size first.
+A file is an unsigned 64-bit little-endian length N, N bytes of JSON, and the tensors' bytes (format:
+https://github.com/huggingface/safetensors). The parser refuses what that library refuses, and ambiguous files
+that it accepts: duplicate names, unknown fields, a tensor described by a list. Nothing is allocated because a
+file asks for it: lengths are compared with the file size first.
 """
 
 from __future__ import annotations
@@ -21,19 +20,17 @@ from zerostart.errors import CheckpointError, ReadError
 _PREFIX_BYTES = 8
 _METADATA = "__metadata__"
 _FIELDS = frozenset(("dtype", "shape", "data_offsets"))
-#: torch counts sizes and elements in signed 64-bit integers.
+#: Maximum size and element count: torch counts in signed 64-bit integers.
 _MAX_COUNT = 2**63 - 1
 
 
 def read_header(
     path: str | os.PathLike[str], file_index: int = 0, opened: Opener = open_regular
 ) -> tuple[list[TensorEntry], dict[str, str], int]:
-    """Entries of one safetensors file in the order of their bytes, its metadata, and its size in bytes.
+    """Return the entries of one safetensors file in byte order, its metadata and size.
 
-    ``opened`` opens it, a local file if nothing else is said.
-
-    Raises CheckpointNotFoundError if there is no such file, CheckpointError if its header is not
-    right in every field, ReadError if reading fails.
+    ``opened`` opens the file, a local one by default. Raises CheckpointNotFoundError if there is no such
+    file, CheckpointError if a header field is wrong, ReadError if reading fails.
     """
     name = os.fspath(path)
     with opened(name, "safetensors") as (handle, size):
@@ -46,8 +43,8 @@ def read_header(
                 )
             entries, metadata = parse_header(raw, size, name, file_index)
         except CheckpointError as error:
-            # What else the file may be (a pickle, an archive, a page of HTML) says more than a wrong number
-            # in a header.
+            # The kind of another file (pickle, archive, HTML page) explains more than a wrong number in a
+            # header.
             if kind := named_kind(handle.read(HEAD_BYTES, 0)):
                 raise CheckpointError(f"{name}: not a safetensors file: {kind}") from error
             raise
@@ -57,18 +54,18 @@ def read_header(
 def parse_header(
     raw: bytes, file_size: int, path: str, file_index: int = 0
 ) -> tuple[list[TensorEntry], dict[str, str]]:
-    """Entries and metadata that the JSON part ``raw`` of a header describes, in the order of the bytes.
+    """Return the entries and metadata of the JSON header ``raw``, in byte order.
 
-    ``file_size`` is the size of the whole file in bytes, ``path`` serves messages only, ``file_index``
-    is what the entries call their file. Offsets in the entries count from the start of the file.
-    Raises CheckpointError, naming file and tensor, unless every field is right and the tensors cover
-    the rest of the file exactly: no overlap, no hole, nothing behind.
+    ``file_size`` is the size of the whole file in bytes, ``path`` serves messages only, ``file_index`` is
+    the number of the file in the entries. Offsets count from the start of the file. Raises
+    CheckpointError with file and tensor unless every field is right and the tensors cover the rest of the
+    file exactly: no overlap, no hole, nothing after the last.
     """
     header = load_json(raw, path, "header", header=True)
     metadata = _metadata(header.pop(_METADATA, {}), path)
     data_start = _PREFIX_BYTES + len(raw)
     entries = [_entry(name, info, path, file_index, data_start) for name, info in header.items()]
-    # By place, then size: empty tensors come before the one that begins at their place.
+    # Sort by offset, then size: an empty tensor precedes the one that begins at its offset.
     entries.sort(key=lambda entry: (entry.offset, entry.nbytes, entry.name))
     _check_cover(entries, data_start, file_size, path)
     return entries, metadata
@@ -109,8 +106,8 @@ def _entry(name: str, info: object, path: str, file_index: int, data_start: int)
     dtype, shape, offsets = info["dtype"], info["shape"], info["data_offsets"]
     bits = DTYPE_BITS.get(dtype) if isinstance(dtype, str) else None
     if bits is None:
-        what = shown(dtype) if isinstance(dtype, str) else f"of JSON type {type(dtype).__name__}"
-        _refuse(path, name, f"has the unknown dtype {what} (known: {', '.join(DTYPE_BITS)})")
+        kind = shown(dtype) if isinstance(dtype, str) else f"of JSON type {type(dtype).__name__}"
+        _refuse(path, name, f"has the unknown dtype {kind} (known: {', '.join(DTYPE_BITS)})")
     if not _counts(shape):
         _refuse(path, name, "has a shape that is not a list of non-negative 64-bit integers")
     if not _counts(offsets) or len(offsets) != 2:
@@ -121,7 +118,7 @@ def _entry(name: str, info: object, path: str, file_index: int, data_start: int)
     total = bits
     for size in shape:
         total *= size
-        # At each size: Python's integers would go on growing with a hostile list of sizes.
+        # Check at each size: Python's integers would grow without limit for a hostile list.
         if total > _MAX_COUNT:
             _refuse(path, name, f"has the shape {shown(str(shape))}, whose size overflows 64 bits")
     if total % 8 or total // 8 != end - begin:

@@ -1,4 +1,4 @@
-"""Directories of ``save_state``: the model in one, and ours among those of other libraries."""
+"""Directories of ``save_state``, also among those of other libraries."""
 
 from __future__ import annotations
 
@@ -41,25 +41,24 @@ from zerostart.errors import CheckpointError, CheckpointNotFoundError, ReadError
 
 logger = logging.getLogger("zerostart")
 
-#: The name of DeepSpeed's file that names its last checkpoint.
+#: DeepSpeed's file with the name of its last checkpoint.
 LATEST = "latest"
-#: accelerate's names of a model's checkpoint, on DeepSpeed and on FSDP2.
+#: accelerate's names of a model's checkpoint, with DeepSpeed and with FSDP2.
 DEEPSPEED, FSDP = "pytorch_model", "pytorch_model_fsdp"
 
 
 class SavedState(Format):
-    """The model of a training state of ours: of the directory itself, or of one that accelerate has in it."""
+    """Model of a zerostart training state, in the directory or in accelerate's folder in it."""
 
     name = "state"
 
     def recognises(self, path: Path) -> bool:
-        """Whether the state's model is what counts, and not weights that were saved beside it later."""
+        """Return True unless weights were saved next to the state later."""
         if not path.is_dir():
             return False
         return _is_saved_state(path) or _state_within(path) is not None
 
     def describe(self, path: Path, classes: Collection[str]) -> Catalog:
-        """The model in the state's own folder."""
         state = path if _is_saved_state(path) else _state_within(path)
         if state is None:
             raise CheckpointNotFoundError(f"{path}: the training state was removed while it was opened")
@@ -74,16 +73,16 @@ def _is_saved_state(directory: Path) -> bool:
     if not is_state(directory) or not (directory / MODEL_FOLDER).is_dir():
         return False
     try:
-        # Weights beside a state are of ``save`` into the same directory: the newer of the two counts, by the
-        # times in their documents and not by those of files, which copying changes.
+        # ``save`` may write weights next to a state: the newer of the two counts, by the times in their
+        # documents. Copying changes the times of files.
         document = current(directory, MARKER) if has_weights(directory) else None
-        beside = contents_of(document).values() if document is not None else ()
-        weights = weights_in(directory).name if beside else ""
-        when = _read_state(directory).get(SAVED_AT) if beside else 0
-    # A damaged document does not say: the state is opened, which then tells what is wrong.
+        contents = contents_of(document).values() if document is not None else ()
+        weights = weights_in(directory).name if contents else ""
+        when = _read_state(directory).get(SAVED_AT) if contents else 0
+    # A damaged document has no time: opening the state reports the damage.
     except (CheckpointError, ReadError, VerifyError):
         return True
-    times = [one.get(SAVED_AT) for one in beside if weights in one["files"]]
+    times = [one.get(SAVED_AT) for one in contents if weights in one["files"]]
     return not any(type(time) is int and type(when) is int and time > when for time in times)
 
 
@@ -94,15 +93,14 @@ def _read_state(path: Path) -> JsonObject:
 def open_saved_state(
     path: Path | str, folders: Sequence[str], read: Callable[[Path], dict[str, object]] = _read_state
 ) -> tuple[JsonObject, list[Catalog]]:
-    """The document of the training state in ``path``, and the catalogs of some of its ``folders``.
+    """Return the document of the training state in ``path``, and catalogs of ``folders``.
 
-    ``path`` is a directory, or the URL of one. Of the files that the document names, whatever else lies
-    there. ``read`` gives the document in a directory, and may raise for one that it does not take. Raises as
-    ``open_catalog`` does.
+    ``path`` is a directory or its URL. Only files that the document names count. ``read`` reads the
+    document in a directory, and may raise for one that it refuses. Raises as ``open_catalog`` does.
     """
     storage = storage_at(path) if isinstance(path, str) else None
     if isinstance(path, Path):
-        # A save that was killed behind its switch is brought to its end first.
+        # Complete a save that was killed after its switch.
         finish_switched(path)
     for _ in range(TRIES):
         document = read(_directory(path, storage))
@@ -139,12 +137,12 @@ def _catalog(path: Path | str, storage: Storage | None, document: JsonObject, fo
 
 
 def is_stored_state(storage: Storage) -> bool:
-    """Whether a URL is that of a training state, whose model lies in a directory of its own."""
+    """Return True if the URL is a training state, whose model has its own folder."""
     return bool(storage.folder) and not storage.asked and STATE_MARKER in storage.names()
 
 
 def is_state_alone(storage: Storage) -> bool:
-    """Whether a URL is that of a training state, and no weights lie beside its document."""
+    """Return True if the URL is a training state without weights next to its document."""
     return is_stored_state(storage) and not {*STANDARD_NAMES} & {*storage.names()}
 
 
@@ -155,10 +153,10 @@ def _weights_of(document: dict[str, object], folder: str) -> list[str]:
 
 
 def state_in(directory: str | os.PathLike[str], number: int = 0, tag: str | None = None) -> Path | None:
-    """The training state of ours in ``directory``: itself, or that of model ``number`` of accelerate's.
+    """Find zerostart's training state in ``directory``, or of model ``number`` of accelerate.
 
-    The newest one of ours, whatever other libraries have left beside it; None where there is none. ``tag`` is
-    DeepSpeed's name for one of several, and then that one alone is meant.
+    Returns the newest zerostart state, whatever other libraries have left next to it; None without one.
+    ``tag`` is DeepSpeed's name of one of several states, which restricts the search to it.
     """
     folder = Path(directory)
     own = f"{DEEPSPEED}_{number}" if number else DEEPSPEED
@@ -169,31 +167,31 @@ def state_in(directory: str | os.PathLike[str], number: int = 0, tag: str | None
         if latest.is_file():
             named = read_small(str(latest)).decode("utf-8", "replace").strip()
             names += [named] if is_tag(named) else []
-    found = [folder / name for name in names if is_state(folder / name)]
-    # By the time in the document; where it does not say, by that of its file.
-    return max(found, key=_saved_at) if len(found) > 1 else next(iter(found), None)
+    states = [folder / name for name in names if is_state(folder / name)]
+    # Compare the times in the documents; otherwise those of the files.
+    return max(states, key=_saved_at) if len(states) > 1 else next(iter(states), None)
 
 
 def _saved_at(state: Path) -> int:
     marker, document = state / STATE_MARKER, dict[str, object]()
-    with contextlib.suppress(ZerostartError):  # a damaged one does not say
+    with contextlib.suppress(ZerostartError):  # a damaged document has no time
         document = read_json(marker, "training state", MAX_DOCUMENT_BYTES)
     return saved_at(document, marker)
 
 
-#: Directories of which somebody was told that they hold a newer checkpoint of another library.
-_told: set[tuple[Path, Path]] = set()
+#: Pairs of directories for which the warning about a newer checkpoint was logged.
+_warned: set[tuple[Path, Path]] = set()
 
 
 def tell_of_newer(directory: Path, own: Path) -> None:
-    """Warn, once, where ``directory`` has a checkpoint of another library that is newer than our ``own``."""
+    """Warn once if ``directory`` has another library's checkpoint newer than ``own``."""
     try:
         stock = stock_time(directory)
         is_newer = stock is not None and stock[1] > (own / STATE_MARKER).stat().st_mtime
     except (ZerostartError, OSError):
-        return  # nobody has asked for it
-    if stock is not None and is_newer and (stock[0], own) not in _told:
-        _told.add((stock[0], own))
+        return  # only a warning would follow
+    if stock is not None and is_newer and (stock[0], own) not in _warned:
+        _warned.add((stock[0], own))
         logger.warning(
             "%s is taken, which zerostart saved; %s has a newer checkpoint of another library: to take that "
             "one, name its own folder, or remove %s",
@@ -204,5 +202,5 @@ def tell_of_newer(directory: Path, own: Path) -> None:
 
 
 def is_tag(name: str) -> bool:
-    """Whether ``name`` is one of a folder beside the file that names it."""
+    """Return True if ``name`` can be a folder next to the file that names it."""
     return name not in ("", ".", "..") and "/" not in name and "\\" not in name and "\0" not in name

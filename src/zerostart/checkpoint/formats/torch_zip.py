@@ -1,12 +1,12 @@
-"""Read files of ``torch.save`` (zip format, since torch 1.6) as catalogs: no code of theirs is run.
+"""Read files of ``torch.save`` (zip format, since torch 1.6) as catalogs, without running their code.
 
-The archive holds one record for each storage, uncompressed, and a pickle that says which tensors are views of
-which storages. The pickle is read as data (``inert_pickle``); the tensors' bytes stay where they are, and
-an entry points into the file. A transposed, sliced or expanded tensor is an entry with strides, and tied
-tensors are entries with the same bytes.
+The archive holds one uncompressed record for each storage, and a pickle that says which tensors are views of
+which storages. The pickle is read as data (``inert_pickle``). An entry points to the tensor's bytes in the
+file. A transposed, sliced or expanded tensor is an entry with strides, and tied tensors are entries with the
+same bytes.
 
 The weights are the tensors of a state dict at the top, or one level below under one of the names that
-training frameworks use (``WRAPPERS``). Whatever else the file holds is named in the catalog's metadata.
+training frameworks use (``WRAPPERS``). The catalog's metadata names everything else in the file.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from zerostart.checkpoint.storage.files import open_regular
 from zerostart.checkpoint.strict_json import DAMAGED, HEAD_BYTES, named_kind, shown
 from zerostart.errors import CheckpointError, printable
 
-#: Keys that frameworks put the weights under: Lightning and timm, fairseq, DeepSpeed, tutorials, Wan.
+#: Keys of the weights in files of Lightning and timm, fairseq, DeepSpeed, tutorials, Wan.
 WRAPPERS = ("state_dict", "model", "module", "model_state_dict", "model_state")
 #: Maximum size of the pickle and of the archive's directory, in bytes: a tensor takes 200 and 100.
 MAX_READ_BYTES = 1 << 25
-#: The key of a file's notes under which is, as JSON, what torch noted of its modules.
+#: Key of the notes for module versions, as JSON.
 NOTED_VERSIONS = "_metadata"
 _MAX_COUNT = 2**63 - 1
 _CONVERT = (
@@ -41,10 +41,10 @@ _CONVERT = (
 def read_torch_file(
     path: str | os.PathLike[str], file_index: int = 0, opened: Opener = open_regular
 ) -> tuple[list[TensorEntry], dict[str, str], int]:
-    """Return the entries of one torch file in the order of its state dict, notes, and its size in bytes.
+    """Return the entries of one torch file in state dict order, notes, and its size.
 
-    Raises CheckpointNotFoundError if there is no such file, CheckpointError if it is no zip archive of
-    torch's, holds anything but plain tensors and containers, or contradicts itself, ReadError if reading
+    Raises CheckpointNotFoundError if there is no such file, CheckpointError if it is not a zip archive of
+    torch, holds anything but plain tensors and containers, or contradicts itself, ReadError if reading
     fails.
     """
     name = os.fspath(path)
@@ -60,7 +60,7 @@ def read_torch_file(
 
 
 class _Bytes(io.RawIOBase):
-    """A part of an open file, for ``zipfile``: one read returns at most ``MAX_READ_BYTES``."""
+    """Part of an open file for ``zipfile``; one read returns at most ``MAX_READ_BYTES``."""
 
     def __init__(self, handle: HeaderBytes, base: int, size: int, path: str) -> None:
         self._handle, self._base, self._size, self._path, self._at = handle, base, size, path, 0
@@ -76,8 +76,8 @@ class _Bytes(io.RawIOBase):
         return self._at
 
     def read(self, length: int = -1) -> bytes:
-        left = max(0, self._size - self._at)
-        length = left if length < 0 else min(length, left)
+        available = max(0, self._size - self._at)
+        length = available if length < 0 else min(length, available)
         if length > MAX_READ_BYTES:
             raise CheckpointError(
                 f"{self._path}: a part of {length} bytes is beyond the limit of {MAX_READ_BYTES}: {DAMAGED}"
@@ -88,9 +88,10 @@ class _Bytes(io.RawIOBase):
 
 
 class TorchArchive:
-    """One open archive of ``size`` bytes: what its pickle says, and where its storages lie.
+    """Open archive: the content of its pickle, and the offsets of its storages.
 
-    It may be a part of a file, from byte ``base`` on. Raises CheckpointError if it is none of torch's.
+    It may be a part of a file: ``size`` bytes from byte ``base``. Raises CheckpointError if torch did not
+    write it.
     """
 
     def __init__(self, handle: HeaderBytes, size: int, path: str, base: int = 0) -> None:
@@ -118,16 +119,16 @@ class TorchArchive:
         self._storages = {name: self._locate(name) for name in self._records if name.startswith(begin)}
 
     def value(self, weights: bool = False) -> Any:
-        """Return what the pickle holds; a file of ``weights`` has only tensors and plain containers.
+        """Return the content of the pickle; ``weights`` allows only tensors and containers.
 
-        Raises CheckpointError where it is refused, damaged, or too large.
+        Raises CheckpointError if the pickle is refused, damaged, or too large.
         """
         return read_inert_pickle(self._read(f"{self._prefix}data.pkl"), self._path, weights)
 
     def entry(self, name: str, tensor: StoredTensor, file_index: int, first: str = "") -> TensorEntry:
-        """Return the entry of one tensor, which may also be called ``first``.
+        """Return the entry of one tensor, whose first name in the file is ``first``.
 
-        Raises CheckpointError unless it lies inside its storage.
+        Raises CheckpointError unless it is inside its storage.
         """
         dtype, unit = TORCH_NAMES.get(tensor.dtype), TORCH_NAMES.get(tensor.storage.dtype)
         if dtype is None or unit is None:
@@ -199,7 +200,7 @@ def _weights(value: Any, path: str) -> tuple[dict[str, StoredTensor], dict[str, 
         kind = "tensor" if type(value) is StoredTensor else type(value).__name__
         raise CheckpointError(f"{path}: holds a {kind}, not a state dict; {_CONVERT}")
     notes: dict[str, str] = {}
-    left: dict[Any, Any] = {}
+    outer: dict[Any, Any] = {}
     wrapped = [key for key in WRAPPERS if isinstance(value.get(key), dict) and _tensors(value[key])]
     if len(wrapped) > 1:
         raise CheckpointError(
@@ -207,12 +208,12 @@ def _weights(value: Any, path: str) -> tuple[dict[str, StoredTensor], dict[str, 
             "which one to load; save the one that is meant as a file of its own"
         )
     if wrapped:
-        left, value = value, value[wrapped[0]]
+        outer, value = value, value[wrapped[0]]
         notes["state_dict"] = wrapped[0]
-    found = _tensors(value)
-    names = [key for key in left if key not in wrapped] + [key for key in value if key not in found]
+    tensors = _tensors(value)
+    names = [key for key in outer if key not in wrapped] + [key for key in value if key not in tensors]
     ignored = ", ".join(printable(str(name)) for name in names[:20]) + (", ..." if names[20:] else "")
-    if names and not found:
+    if names and not tensors:
         raise CheckpointError(
             f"{path}: holds no tensors at its top level or under {', '.join(WRAPPERS)}; it holds "
             f"{ignored}. Save the state dict as a file of its own"
@@ -221,9 +222,9 @@ def _weights(value: Any, path: str) -> tuple[dict[str, StoredTensor], dict[str, 
         notes["ignored"] = ignored
     if (metadata := getattr(value, "metadata", None)) is not None:
         notes[NOTED_VERSIONS] = json.dumps(plain_versions(metadata))
-    if (name := next((key for key in found if type(key) is not str), "")) != "":
+    if (name := next((key for key in tensors if type(key) is not str), "")) != "":
         raise CheckpointError(f"{path}: a tensor has a {type(name).__name__} for a name, not a string")
-    return found, notes
+    return tensors, notes
 
 
 def _tensors(value: dict[object, object]) -> dict[Any, StoredTensor]:

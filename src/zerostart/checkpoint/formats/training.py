@@ -1,7 +1,7 @@
-"""Directories that the ranks of a training job wrote: what holds their shares, and the catalogs of these.
+"""Directories that the ranks of a training job wrote, and their catalogs.
 
-A format of such directories is a ``TrainingFormat``: the model in it is loaded like any other checkpoint, and
-``load_state`` goes on from its optimizer.
+A format of such directories is a ``TrainingFormat``. The model in it loads like any other checkpoint, and
+``load_state`` continues from its optimizer.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from zerostart.checkpoint.strict_json import DAMAGED, shown
 from zerostart.errors import CheckpointError, CheckpointNotFoundError, ReadError, ZerostartError
 from zerostart.geometry import Piece
 
-#: What separates the name of an optimizer's state from that of its parameter in ``assembled``.
+#: Separator between the names of an optimizer state and its parameter in ``assembled``.
 STATE = ":"
 
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """One parameter group of an optimizer: its ``settings`` as they were pickled, and its parameters."""
+    """Parameter group of an optimizer: pickled ``settings`` and names of parameters."""
 
     settings: dict[str, Any]
     parameters: tuple[str, ...]
@@ -44,34 +44,37 @@ class ParameterGroup:
 
 @dataclass
 class TrainingContents:
-    """Stored tensors, what they make up, and what is no tensor."""
+    """Content of a training checkpoint: stored tensors, assembled tensors and plain values."""
 
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
-    #: Weights by their names, and states of an optimizer as ``exp_avg:NAME`` and the like.
+    #: Weights by name, and optimizer states as ``exp_avg:NAME`` and the like.
     assembled: dict[str, Assembled] = field(default_factory=dict)
-    #: States that are one number, by key and parameter.
+    #: Scalar states, by key and parameter.
     numbers: dict[str, dict[str, float]] = field(default_factory=dict)
     groups: list[ParameterGroup] = field(default_factory=list)
     #: Counters of the engine, by its own names.
     engine: dict[str, Any] = field(default_factory=dict)
-    #: State of the schedule of learning rates; None where none was saved.
+    #: State of the learning rate schedule; None if none was saved.
     schedule: dict[str, Any] | None = None
-    #: Other names of weights, and the names that they are stored under.
+    #: Tied weights: name, and the name under which they are stored.
     ties: dict[str, str] = field(default_factory=dict)
 
     def add(self, entries: Iterable[TensorEntry]) -> None:
-        """Note stored tensors."""
+        """Add stored tensors."""
         self.tensors.update((entry.name, entry) for entry in entries)
 
 
 def is_shape(value: Any) -> TypeGuard[tuple[int, ...]]:
-    """Whether what a pickle holds is the sizes of a tensor."""
-    few = type(value) is tuple and len(value) <= MAX_DIMENSIONS  # one of millions may be that of each box
+    """Return True if a pickled value is the sizes of a tensor."""
+    few = type(value) is tuple and len(value) <= MAX_DIMENSIONS  # a hostile pickle may share one of millions
     return few and all(type(size) is int and size >= 0 for size in value)
 
 
 def names_of(value: Any) -> tuple[str, ...]:
-    """Names out of a pickle; a number is one as well. Raises CheckpointError for anything else."""
+    """Return pickled names; a number is a name too.
+
+    Raises CheckpointError for anything else.
+    """
     if type(value) not in (list, tuple) or any(type(name) not in (str, int) for name in value):
         raise CheckpointError(f"the parameters of an optimizer group have no names: {DAMAGED}")
     return tuple(map(str, value))
@@ -80,21 +83,20 @@ def names_of(value: Any) -> tuple[str, ...]:
 def from_runs(
     name: str, shape: Sequence[int], dtype: str, runs: Iterable[tuple[TensorEntry, int, int]]
 ) -> Assembled:
-    """A tensor whose row-major order is ``runs`` of stored rows, one after the other.
+    """Assemble a tensor whose row-major order is ``runs`` of stored rows.
 
-    A run is the stored tensor (1-D), its first element that counts, and the number of elements. What is left
-    over at the end of the last run is padding. Raises CheckpointError where the runs are too short.
+    A run is the stored tensor (1-D), its first element, and the number of elements. The end of the last
+    run may be padding. Raises CheckpointError if the runs are too short.
     """
     total = prod(shape)
     parts: list[tuple[tuple[Piece, ...], int]] = []
     have = 0
     for entry, first, count in runs:
-        # The last run may go on into padding, or into the next parameter of a flat buffer.
+        # The last run may continue with padding, or with the next parameter of a flat buffer.
         count = min(count, total - have)
         if count > 0:
             _check_dtype(name, dtype, entry)
-            # Before a piece is made of it: a truncated file is named here, and not met in the middle of a
-            # read.
+            # Before the piece is built: a truncated file is reported here, not in the middle of a read.
             if first + count > entry.numel:
                 raise CheckpointError(
                     f"tensor {shown(name)} needs {first + count} elements of {shown(entry.name)}, which has "
@@ -120,7 +122,7 @@ def from_runs(
 def from_boxes(
     name: str, shape: Sequence[int], dtype: str, boxes: Iterable[tuple[TensorEntry, Sequence[int]]]
 ) -> Assembled:
-    """A tensor that stored boxes tile, each with its origin; whether they do, ``check_whole`` says.
+    """Assemble a tensor from stored boxes with their origins; ``check_whole`` checks the tiling.
 
     Raises CheckpointError for a box of another type.
     """
@@ -146,7 +148,7 @@ def _check_dtype(name: str, dtype: str, entry: TensorEntry) -> None:
 _MOST_PAIRS = 1 << 22
 
 
-# Memory that nothing wrote is never taken for weights, however wrong a reader is about a damaged directory.
+# Uninitialised memory must never become weights, however a reader errs about a damaged directory.
 def check_whole(assembled: Mapping[str, Assembled]) -> None:
     """Raise CheckpointError, naming the tensor, unless the pieces of each tensor tile its shape."""
     for tensor in assembled.values():
@@ -157,7 +159,7 @@ def check_whole(assembled: Mapping[str, Assembled]) -> None:
                 raise CheckpointError(
                     f"tensor {name} of shape {list(shape)} has a part that lies outside that shape"
                 )
-        # As many elements as the shape has, and none twice: then every element is there.
+        # The right number of elements without overlaps covers every element.
         have = sum(piece.numel for piece in tensor.pieces)
         if have != prod(shape):
             raise CheckpointError(
@@ -172,8 +174,8 @@ def check_whole(assembled: Mapping[str, Assembled]) -> None:
 
 
 def _apart(pieces: Sequence[Piece]) -> bool:
-    """Return whether no two of the pieces have an element in common."""
-    # In the order of their first dimension: a box is compared with those that begin before it ends.
+    """Return True if no two pieces have a common element."""
+    # Sorted by the first dimension, so that a box is compared only with those that begin before its end.
     boxes = sorted((piece.origin, piece.extent) for piece in pieces)
     pairs = 0
     for number, (origin, extent) in enumerate(boxes):
@@ -188,24 +190,24 @@ def _apart(pieces: Sequence[Piece]) -> bool:
     return True
 
 
-#: The folders in which accelerate's ``save_state`` leaves a sharded model's weights, and FSDP2's optimizer.
+#: accelerate's folders for a sharded model's weights, and for FSDP2's optimizer.
 _ACCELERATE, _OPTIMIZER = ("pytorch_model_fsdp_0", "pytorch_model"), "optimizer_0"
-#: The files that name the newest checkpoint of a DeepSpeed directory.
+#: Files with the name of the newest checkpoint of a DeepSpeed directory.
 _LATEST = ("latest", "latest_universal")
-#: How many directories may name the next one.
+#: Maximum number of directories that refer to the next one.
 _DEEPEST = 8
 
 
-#: How a number of a type is packed.
+#: ``struct`` format of each number type.
 _NUMBERS = {"F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i"}
-#: Makes the entry of a tensor (of the name given) that a pickle in a file speaks of.
+#: Function that returns the entry of a pickled tensor under a name.
 Placing = Callable[[str, StoredTensor], TensorEntry]
 
 
 class PartFiles:
-    """Files by the numbers that entries call them by.
+    """Files that a training checkpoint is read from, numbered for the entries.
 
-    ``reading`` is the file that was opened last, for messages.
+    ``reading`` is the last opened file, for messages.
     """
 
     def __init__(self) -> None:
@@ -214,15 +216,18 @@ class PartFiles:
         self.reading = ""
 
     def storage(self) -> Storage:
-        """What the files are read by. Raises ReadError."""
+        """Return the storage of the files. Raises ReadError."""
         return LocalFiles.known(self.paths, self._states)
 
     @contextlib.contextmanager
     def opened(self, path: Path) -> Iterator[tuple[HeaderBytes, int, int]]:
-        """Bytes, size and number of a file; raises ReadError if somebody writes to it meanwhile."""
+        """Open a file: its bytes, size and number.
+
+        Raises ReadError if the file changes meanwhile.
+        """
         self.reading = str(path)
         number = len(self.paths)
-        # Compared at the end: a file that somebody writes to while it is read may be a mixture of two.
+        # Compared at the end, since a file that changes while it is read may be a mixture.
         before = FileState.at(str(path))
         with open_regular(str(path), "training") as (handle, size):
             yield handle, size, number
@@ -234,7 +239,10 @@ class PartFiles:
         self._states.append(before)
 
     def number(self, entry: TensorEntry) -> float:
-        """The value of a stored tensor of one element; raises CheckpointError for another type."""
+        """Read the value of a stored tensor of one element.
+
+        Raises CheckpointError for another type.
+        """
         form = _NUMBERS.get(entry.dtype)
         self.reading = self.paths[entry.file]
         if form is None or entry.numel != 1:
@@ -244,17 +252,17 @@ class PartFiles:
             return float(struct.unpack(form, handle.read(length, entry.offset))[0])
 
     def settings(self, values: Mapping[Any, Any], place: Placing) -> dict[str, Any]:
-        """Return the settings of an optimizer's group; tensors without dimensions become numbers."""
-        found = {}
+        """Return the settings of an optimizer group; scalar tensors become numbers."""
+        settings = {}
         for key, value in values.items():
             if type(value) is StoredTensor and value.shape == ():
                 entry = place(str(key), value)
                 value = self.number(entry) if entry.dtype in _NUMBERS else None
-            found[str(key)] = value
-        return found
+            settings[str(key)] = value
+        return settings
 
     def torch_file(self, path: Path) -> tuple[object, Placing]:
-        """Return what a file of ``torch.save`` holds, and the function that places its tensors."""
+        """Return the content of a ``torch.save`` file, and a function that locates its tensors."""
         with self.opened(path) as (handle, size, number):
             archive = TorchArchive(handle, size, str(path))
             value = archive.value()
@@ -267,31 +275,31 @@ class PartFiles:
 
 
 class TrainingFormat(Format):
-    """A format of directories in which each rank of a job has its share of weights and optimizer."""
+    """Format of directories with a shard of weights and optimizer from each rank."""
 
     @abstractmethod
     def holds(self, directory: Path) -> bool:
-        """Whether the files of the ranks lie in ``directory`` itself."""
+        """Return True if ``directory`` itself has the files of the ranks."""
 
     @abstractmethod
     def read(self, directory: Path, files: PartFiles) -> TrainingContents:
-        """What the files of all ranks hold together; ``files`` takes note of each that is read.
+        """Read the files of all ranks; ``files`` records each one.
 
-        Raises CheckpointError and CheckpointNotFoundError where they are not whole, ReadError if reading
-        fails.
+        Raises CheckpointError and CheckpointNotFoundError if they are incomplete, ReadError if
+        reading fails.
         """
 
     def recognises(self, path: Path) -> bool:
-        """Whether such files lie in ``path`` or in a directory that it names, and no whole weights beside."""
+        """Return True for such files in ``path`` or a directory it names, without whole weights."""
         if not path.is_dir() or has_weights(path):
             return False
-        # Names and small files are looked at here, and no pickle.
+        # Only names and small files are read here, no pickle.
         with _damage_named(path, PartFiles()):
             located = _locate(path)
         return located is not None and located[1] is self
 
     def describe(self, path: Path, classes: Collection[str]) -> Catalog:
-        """The weights alone; the states of an optimizer are for ``training_states``."""
+        """Return the catalog of the weights; ``training_states`` has the optimizer too."""
         files = PartFiles()
         with _damage_named(path, files):
             located = _locate(path)
@@ -306,11 +314,10 @@ def _weights(contents: TrainingContents) -> dict[str, Assembled]:
 
 
 def training_states(directory: Path) -> tuple[TrainingContents, Catalog, Catalog] | None:
-    """All that such a directory holds, with the catalogs of weights and of an optimizer's states.
+    """Return the contents of such a directory, and catalogs of weights and optimizer states.
 
-    In the second a state has the name ``optimizer/KEY/NAME``. None where the directory is none of these.
-    Raises CheckpointError and CheckpointNotFoundError where it is not whole, ReadError if reading
-    fails.
+    In the second catalog a state has the name ``optimizer/KEY/NAME``. None for another directory. Raises
+    CheckpointError and CheckpointNotFoundError if files are incomplete, ReadError if reading fails.
     """
     files = PartFiles()
     with _damage_named(directory, files):
@@ -318,10 +325,10 @@ def training_states(directory: Path) -> tuple[TrainingContents, Catalog, Catalog
         if located is None:
             return None
         contents = _read(*located, files)
-        # accelerate leaves FSDP2's optimizer in a folder beside that of the weights.
-        beside = located[0].parent / _OPTIMIZER
-        if located[0].name == _ACCELERATE[0] and (format_ := _held_by(beside)) is not None:
-            optimizer = _read(beside, format_, files)
+        # accelerate saves FSDP2's optimizer in a folder next to that of the weights.
+        optimizer_folder = located[0].parent / _OPTIMIZER
+        if located[0].name == _ACCELERATE[0] and (format_ := _held_by(optimizer_folder)) is not None:
+            optimizer = _read(optimizer_folder, format_, files)
             contents.add(optimizer.tensors.values())
             contents.assembled |= optimizer.assembled
             contents.numbers, contents.groups = optimizer.numbers, optimizer.groups
@@ -335,9 +342,9 @@ def training_states(directory: Path) -> tuple[TrainingContents, Catalog, Catalog
 
 
 def stock_time(directory: Path) -> tuple[Path, float] | None:
-    """Where such a checkpoint lies in ``directory``, and when the last of its files was written, in seconds.
+    """Return the path of such a checkpoint and the time of its last file, in seconds.
 
-    None where there is none. Raises what looking for it does.
+    None if ``directory`` has none. Raises the errors of the search.
     """
     located = _locate(directory)
     if located is None:
@@ -349,7 +356,7 @@ def stock_time(directory: Path) -> tuple[Path, float] | None:
 
 def _read(place: Path, format_: TrainingFormat, files: PartFiles) -> TrainingContents:
     contents = format_.read(place, files)
-    # From here on what is wrong is of the directory, and of no one file.
+    # Later errors concern the directory, not one file.
     files.reading = str(place)
     check_whole(contents.assembled)
     return contents
@@ -357,7 +364,7 @@ def _read(place: Path, format_: TrainingFormat, files: PartFiles) -> TrainingCon
 
 @contextlib.contextmanager
 def _damage_named(directory: Path, files: PartFiles) -> Iterator[None]:
-    """Convert errors of damaged files to a CheckpointError that names the file; the cause names the line."""
+    """Convert errors of damaged files to a CheckpointError with the file name."""
     try:
         yield
     except ZerostartError as error:
@@ -387,7 +394,6 @@ def _catalog(
 
 
 def _held_by(directory: Path) -> TrainingFormat | None:
-    """The format whose files lie in ``directory`` itself."""
     if not directory.is_dir():
         return None
     training = (format_ for format_ in formats() if isinstance(format_, TrainingFormat))
@@ -395,7 +401,7 @@ def _held_by(directory: Path) -> TrainingFormat | None:
 
 
 def _locate(directory: Path, depth: int = 0) -> tuple[Path, TrainingFormat] | None:
-    # Files that name folders may name each other.
+    # Files with folder names may refer to each other.
     if depth > _DEEPEST:
         raise CheckpointError(
             f"{directory}: the checkpoint's directories refer to each other in a circle: {DAMAGED}"
@@ -405,7 +411,7 @@ def _locate(directory: Path, depth: int = 0) -> tuple[Path, TrainingFormat] | No
     for name in _LATEST:
         if (directory / name).is_file():
             tag = read_small(str(directory / name)).decode("utf-8", "replace").strip()
-            # A name out of a file, which nobody vouches for: it must not lead out of the directory.
+            # The name may be hostile: it must not lead out of the directory.
             if not tag or "/" in tag or "\\" in tag or "\0" in tag or tag in (".", ".."):
                 raise CheckpointError(
                     f"{directory / name}: names {shown(tag)}, which is not a folder beside this file"
@@ -420,6 +426,6 @@ def _locate(directory: Path, depth: int = 0) -> tuple[Path, TrainingFormat] | No
 
 
 def _root(directory: Path, located: Path) -> str:
-    """Find the directory with the configuration: that of the weights, or one above it."""
+    """Find the directory with the config file: that of the weights, or one above it."""
     places = [directory, located, *located.parents[:2]]
     return str(next((place for place in places if (place / CONFIG_NAME).is_file()), directory))

@@ -1,4 +1,4 @@
-"""Files of weights, of safetensors or of torch.save: one, or several with an index, as the hub has them."""
+"""Weights files of safetensors or torch: one file, or several with an index."""
 
 from __future__ import annotations
 
@@ -31,37 +31,37 @@ from zerostart.errors import CheckpointError, CheckpointNotFoundError, ReadError
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".index.json"
-#: How an index is called; diffusers puts the name of a variant before the last dot.
+#: Names of index files; diffusers puts a variant's name before the last dot.
 INDEX_NAME = re.compile(r"(?P<weights>.+\.(safetensors|bin))\.index(\.[\w-]+)?\.json")
-#: One of several files of a checkpoint, by its name.
+#: Names of shards of a checkpoint with several files.
 _SHARD = re.compile(r".+-\d{5}-of-(?!00001)\d{5}\.\w+")
-#: Suffixes of files that torch.save writes; an index is written for the first kind only.
+#: Suffixes of ``torch.save`` files; indexes exist only for the first one.
 TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
-#: What training leaves beside weights, by the names of transformers' Trainer and of accelerate.
+#: Files of transformers' Trainer and of accelerate that are no weights.
 NO_WEIGHTS = (
     *("training_args.bin", "optimizer.pt", "scheduler.pt", "scaler.pt"),
     *("optimizer.bin", "scheduler.bin", "sampler.bin"),
 )
-#: Headers are small and parsing holds the interpreter lock: threads hide the latency of opening only.
+#: Threads that read headers: they hide the latency of opening files, not parsing.
 HEADER_THREADS = 8
 
 
 class Weights(Format):
-    """What transformers and diffusers write, and any one file of weights."""
+    """Checkpoint of transformers or diffusers, or any single weights file."""
 
     name = "weights"
 
     def recognises(self, path: Path) -> bool:
-        """It is asked last, and takes any path: its errors say what is wrong with one."""
+        """Return True: this format is tried last, and its errors explain any path."""
         return True
 
     def describe(self, path: Path, classes: Collection[str]) -> Catalog:
-        """The file at ``path``, or the one that stands for a directory: its index, or the only one in it."""
-        # A save of another process may replace files between the look at the directory and that at its files:
-        # then the switch file has changed, and is looked at anew.
+        """Return the catalog of the file at ``path``, or of the directory's index or only file."""
+        # A save may replace files between listing and opening: the index or single file has then changed, and
+        # the directory is listed again.
         for _ in range(TRIES):
             weights = weights_in(path) if path.is_dir() else path
-            if suffix := _other(weights.name):
+            if suffix := _other_suffix(weights.name):
                 raise CheckpointError(f"{weights}: {OTHER_FORMATS[suffix]}")
             before = FileState.at(str(weights))
             try:
@@ -76,12 +76,12 @@ class Weights(Format):
 
 
 def has_weights(directory: Path) -> bool:
-    """Whether the directory has weights under one of the names of transformers or diffusers."""
+    """Return True if the directory has weights under a name of transformers or diffusers."""
     return any((directory / name).exists() for name in STANDARD_NAMES)
 
 
 def weights_in(directory: Path) -> Path:
-    """The one weights or index file of a directory, by the rules of transformers and diffusers."""
+    """Find the weights or index file of a directory by transformers' and diffusers' rules."""
     for name in STANDARD_NAMES:
         if (directory / name).exists():
             return directory / name
@@ -89,80 +89,80 @@ def weights_in(directory: Path) -> Path:
 
 
 def weights_among(of_directory: Iterable[str], directory: str) -> str:
-    """The same of a directory with files of these names."""
+    """Choose the weights or index file among file names, as ``weights_in`` does."""
     every = set(of_directory)
     for name in STANDARD_NAMES:
         if name in every:
             return name
     names = sorted(every.difference(NO_WEIGHTS))
     indexes = {name: m["weights"] for name in names if (m := INDEX_NAME.fullmatch(name))}
-    # Safetensors before torch's files; of each kind an index before single files.
+    # Safetensors before torch files; for each kind an index before single files.
     for suffix in (SUFFIX, TORCH_SUFFIXES):
-        found = [name for name, weights in indexes.items() if weights.endswith(suffix)]
-        found = found or [name for name in names if name.endswith(suffix)]
-        # Of a first save to a store the shards come before the index that leads to them.
-        if found and all(map(_SHARD.fullmatch, found)):
+        matches = [name for name, weights in indexes.items() if weights.endswith(suffix)]
+        matches = matches or [name for name in names if name.endswith(suffix)]
+        # A first save to a store uploads the shards before their index.
+        if matches and all(map(_SHARD.fullmatch, matches)):
             raise CheckpointNotFoundError(
-                f"{directory}: holds shards of a checkpoint ({shown(found[0])}) and no index of them: a save "
-                "or a copy that is under way makes it last, and one that was broken off never; wait for it, "
-                "save again, or add the index"
+                f"{directory}: holds shards of a checkpoint ({shown(matches[0])}) and no index of them: a "
+                "running save or copy writes it last, and an interrupted one never; wait for it, save again, "
+                "or add the index"
             )
-        if len(found) == 1:
-            return found[0]
-        if found:
+        if len(matches) == 1:
+            return matches[0]
+        if matches:
             raise CheckpointError(
                 f"{directory}: holds several checkpoints "
-                f"({', '.join(map(shown, found[:8]))}{(' and more' if len(found) > 8 else '')}), and it is "
-                "not clear which one to load; name one file, or add an index"
+                f"({', '.join(map(shown, matches[:8]))}{(' and more' if len(matches) > 8 else '')}), and it "
+                "is not clear which one to load; name one file, or add an index"
             )
-    others = next((f"; {shown(n)}: {OTHER_FORMATS[s]}" for n in names if (s := _other(n))), "")
+    hint = next((f"; {shown(n)}: {OTHER_FORMATS[s]}" for n in names if (s := _other_suffix(n))), "")
     raise CheckpointNotFoundError(
         f"{directory}: no checkpoint in this directory; looked for {', '.join(STANDARD_NAMES)}, "
         f"any other *{SUFFIX}, and "
-        f"{', '.join(f'*{suffix}' for suffix in TORCH_SUFFIXES)}{others}"
+        f"{', '.join(f'*{suffix}' for suffix in TORCH_SUFFIXES)}{hint}"
     )
 
 
-def _other(name: str) -> str:
+def _other_suffix(name: str) -> str:
     return next((suffix for suffix in OTHER_FORMATS if name.lower().endswith(suffix)), "")
 
 
 def _open_index(index: Path) -> Catalog:
-    wanted = _listed(read_json(index, "index"), index)
-    names = sorted(set(wanted.values()))
+    weight_map = _listed(read_json(index, "index"), index)
+    names = sorted(set(weight_map.values()))
     for file in names:
         if not (index.parent / file).exists():
             raise CheckpointNotFoundError(
                 f"{index.parent / file}: this file of the checkpoint is missing, but {index.name} lists "
                 "it; download it again"
             )
-    return catalog_of(index.parent, [index.parent / file for file in names], wanted, index)
+    return catalog_of(index.parent, [index.parent / file for file in names], weight_map, index)
 
 
 def shards_of(index: Path) -> list[str]:
-    """The files that an index lists, by their names in its directory. Raises CheckpointError."""
+    """Return the file names that an index lists. Raises CheckpointError."""
     return sorted(set(_listed(read_json(index, "index"), index).values()))
 
 
 def _listed(document: JsonObject, index: Path | str) -> dict[str, str]:
-    wanted = document.get("weight_map")
-    if not isinstance(wanted, dict) or not wanted:
+    weight_map = document.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(
             f"{index}: has no weight_map that says which file holds which tensor: {DAMAGED}"
         )
-    # Each file name once: an index names the same few for thousands of tensors.
+    # Check each file name once: an index names the same few for thousands of tensors.
     checked: set[object] = set()
-    for name, file in wanted.items():
+    for name, file in weight_map.items():
         if not isinstance(file, str) or file not in checked:
             _check_shard_name(index, name, file)
             checked.add(file)
-    return wanted
+    return weight_map
 
 
 def _check_shard_name(index: Path | str, name: str, file: object) -> None:
-    """A shard has to lie below its index, by its name.
+    """Check that a shard is below its index, by its name.
 
-    By its name only: in the hub cache every shard is a link out of the directory, to a blob.
+    Only by its name: in the hub cache every shard is a link out of the directory, to a blob.
     """
     if not isinstance(file, str):
         raise CheckpointError(f"{index}: tensor {shown(name)} is not mapped to a file name: {DAMAGED}")
@@ -184,9 +184,9 @@ def _check_shard_name(index: Path | str, name: str, file: object) -> None:
 def _read_file(
     path: str, number: int, storage: Storage | None = None
 ) -> tuple[list[TensorEntry], dict[str, str], FileState | None]:
-    """Entries, metadata and state of one file, by its suffix; a local one unless a ``storage`` has it.
+    """Return entries, metadata and state of one file, local or in ``storage``.
 
-    A local one is one and the same from the beginning to the end, which nobody writes meanwhile.
+    Raises ReadError if a local file changes meanwhile.
     """
     read = read_torch_file if path.endswith(TORCH_SUFFIXES) else read_header
     if storage is not None:
@@ -194,51 +194,54 @@ def _read_file(
     before = FileState.at(path)
     entries, metadata, _ = read(path, number)
     if before is None or (now := FileState.at(path)) != before:
-        what = before.changed_to(now) if before is not None else "was made"
+        change = before.changed_to(now) if before is not None else "was made"
         raise ReadError(
-            f"{path} was changed while its header was read (it {what}); load again when no other "
+            f"{path} was changed while its header was read (it {change}); load again when no other "
             "process writes to it"
         )
     return entries, metadata, before
 
 
 def catalog_of(
-    root: Path, files: Sequence[Path], wanted: dict[str, str] | None = None, index: Path | None = None
+    root: Path, files: Sequence[Path], index_map: dict[str, str] | None = None, index: Path | None = None
 ) -> Catalog:
-    """Parse all headers and join them; ``wanted`` maps each name that an index lists to its file."""
+    """Parse all headers and join them; ``index_map`` maps names of an index to files."""
     paths = [str(file) for file in files]
     tensors, metadata, versions, states = _joined(paths)
-    if wanted is not None and index is not None:
-        _check_index(index, wanted, [str(file.relative_to(index.parent)) for file in files], tensors)
+    if index_map is not None and index is not None:
+        _check_index(index, index_map, [str(file.relative_to(index.parent)) for file in files], tensors)
     return Catalog(str(root), LocalFiles.known(paths, states), tensors, metadata, versions=versions)
 
 
 def storage_catalog(storage: Storage) -> Catalog:
-    """Parse the headers of all files of a storage that is reached by a URL, or of the weights among them."""
+    """Parse the headers of the weights at a URL."""
     if not storage.folder:
         tensors, metadata, versions, _ = _joined(storage.files, storage)
         return Catalog("", storage, tensors, metadata, versions=versions)
     name = storage.asked or weights_among(storage.names(), storage.folder)
-    if suffix := _other(name):
+    if suffix := _other_suffix(name):
         raise CheckpointError(f"{storage.folder}/{name}: {OTHER_FORMATS[suffix]}")
-    wanted, index = None, f"{storage.folder}/{name}"
+    index_map, index = None, f"{storage.folder}/{name}"
     names = [name]
-    # All of it waits for answers most of its time.
+    # All three mostly wait for responses.
     with ThreadPoolExecutor(3) as pool:
         root = pool.submit(settings_here, storage)
         if INDEX_NAME.fullmatch(PurePosixPath(name).name):
-            wanted = _listed(_document(storage.named([name])), index)
-            names = sorted({str(PurePosixPath(file)) for file in wanted.values()})
+            index_map = _listed(_document(storage.named([name])), index)
+            names = sorted({str(PurePosixPath(file)) for file in index_map.values()})
         weights = storage.named(names)
         measured = pool.submit(weights.measured)
         tensors, metadata, versions, _ = _joined(weights.files, weights)
-    if wanted is not None:
-        _check_index(index, wanted, names, tensors)
+    if index_map is not None:
+        _check_index(index, index_map, names, tensors)
     return Catalog(root.result(), measured.result(), tensors, metadata, versions=versions)
 
 
 def _document(storage: Storage) -> JsonObject:
-    """The only file of a storage as a JSON object. Raises CheckpointError for a long one."""
+    """Read the only file of a storage as a JSON object.
+
+    Raises CheckpointError for a long one.
+    """
     with storage.opened(0) as (handle, size):
         if size > MAX_JSON_BYTES:
             raise CheckpointError(f"{storage.files[0]}: an index of {size} bytes is too long: {DAMAGED}")
@@ -263,19 +266,19 @@ def _joined(
                     "of the two files, or write the checkpoint again"
                 )
         if path.endswith(TORCH_SUFFIXES) and NOTED_VERSIONS in own:
-            # The first file that notes a module's version counts, as the first one's metadata does.
+            # The first file with a module's version counts, as for the metadata.
             versions = {**json.loads(own.pop(NOTED_VERSIONS)), **(versions or {})}
         metadata = {**own, **metadata}
     return tensors, metadata, versions, tuple(state for *_, state in headers if state is not None)
 
 
 def _check_index(
-    index: Path | str, wanted: dict[str, str], files: Sequence[str], tensors: dict[str, TensorEntry]
+    index: Path | str, index_map: dict[str, str], files: Sequence[str], tensors: dict[str, TensorEntry]
 ) -> None:
     number = {str(PurePosixPath(file)): position for position, file in enumerate(files)}
-    # Names in an index may be spelled otherwise (``./a.bin``); paths are compared in one spelling.
-    spelled = {file: number[str(PurePosixPath(file))] for file in set(wanted.values())}
-    for name, file in wanted.items():
+    # Names in an index may have another spelling (``./a.bin``): compare paths in one spelling.
+    spelled = {file: number[str(PurePosixPath(file))] for file in set(index_map.values())}
+    for name, file in index_map.items():
         entry = tensors.get(name)
         if entry is None or entry.file != spelled[file]:
             where = (

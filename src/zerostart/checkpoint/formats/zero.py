@@ -1,9 +1,9 @@
-"""Checkpoints that DeepSpeed's ZeRO writes, stages 1 to 3: flat buffers of the ranks, and what lies where.
+"""Checkpoints of DeepSpeed's ZeRO stages 1 to 3: flat buffers of the ranks.
 
-Weights are the fp32 masters of what is trained; frozen parameters and buffers are as the model held them. The
-order of the elements is that of DeepSpeed's own ``utils/zero_to_fp32.py`` (0.19.8): at stages 1 and 2 the
-buffers of a parameter group, rank after rank, hold the parameters one after the other, with padding between;
-at stage 3 each rank has an equal part of each parameter, the last one padded.
+Weights are the fp32 masters of trained parameters; frozen parameters and buffers have the model's dtype. The
+order of elements is that of DeepSpeed's ``utils/zero_to_fp32.py`` (0.19.8). At stages 1 and 2 the buffers of
+a parameter group, rank after rank, hold the parameters one after the other, with padding between. At stage 3
+each rank has an equal part of each parameter, the last one padded.
 """
 
 from __future__ import annotations
@@ -33,31 +33,31 @@ from zerostart.checkpoint.strict_json import DAMAGED, shown
 from zerostart.errors import CheckpointError
 
 _OPTIMIZER = re.compile(r"(bf16_|fp16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<model>\d+)_optim_states\.pt")
-#: What the fp32 masters are called among the states of a parameter.
+#: Name of the fp32 masters among the states of a parameter.
 MASTERS = "fp32"
-#: Where ZeRO's optimizer has them, at stage 3 and below.
+#: Keys of the masters in ZeRO's optimizer, at stage 3 and below.
 _PARTITIONED, _FLAT = "fp32_flat_groups", "single_partition_of_fp32_groups"
 
-#: Rank, its buffer, the first element there, and how many.
+#: Rank, buffer number, first element and number of elements.
 Run = tuple[int, int, int, int]
 
 
 class Zero(TrainingFormat):
-    """What DeepSpeed writes at ZeRO stages 1 to 3."""
+    """Checkpoint of DeepSpeed's ZeRO stages 1 to 3."""
 
     name = "zero"
 
     def holds(self, directory: Path) -> bool:
-        """Whether a rank's optimizer states are there."""
+        """Return True if the directory has a rank's optimizer states."""
         return any(_OPTIMIZER.fullmatch(entry.name) for entry in directory.iterdir())
 
     def read(self, directory: Path, files: PartFiles) -> TrainingContents:
-        """Read what the files of all ranks hold together; ``files`` takes what is read.
+        """Read the files of all ranks; ``files`` records each one.
 
-        Raises CheckpointError for files that are not whole, or not of one job.
+        Raises CheckpointError for files that are incomplete or of several jobs.
         """
         states = read_model_states(directory, files)
-        found = states.found
+        contents = states.found
         ranks = [
             _Rank.read(path, number, files) for number, path in enumerate(by_rank(directory, _OPTIMIZER))
         ]
@@ -70,22 +70,22 @@ class Zero(TrainingFormat):
                     "truncated, or files of two jobs, or of two moments, are mixed"
                 )
             for buffers in rank.buffers.values():
-                found.add(buffers)
+                contents.add(buffers)
         runs = _partitioned(states, ranks) if first.partitioned else _flat(states, ranks)
         for name, shape, places in runs:
             for kind in first.buffers:
                 parts = [(ranks[r].buffers[kind][buffer], at, count) for r, buffer, at, count in places]
                 key = name if kind == MASTERS else f"{kind}{STATE}{name}"
                 files.reading = str(first.path)
-                found.assembled[key] = from_runs(key, shape, first.buffers[kind][0].dtype, parts)
-        first.base.describe(found, states, files)
-        found.engine |= {"stage": first.stage, "scale": dict(first.scale)}
-        return add_ties(found)
+                contents.assembled[key] = from_runs(key, shape, first.buffers[kind][0].dtype, parts)
+        first.base.describe(contents, states, files)
+        contents.engine |= {"stage": first.stage, "scale": dict(first.scale)}
+        return add_ties(contents)
 
 
 @dataclass(frozen=True)
 class Base:
-    """The optimizer that ZeRO wraps: the state of each buffer with its group, and the groups' settings."""
+    """Optimizer that ZeRO wraps: states of each buffer, and settings of the groups."""
 
     held: Sequence[dict[str, Any]]
     grouped: Sequence[int]
@@ -94,20 +94,20 @@ class Base:
 
     @classmethod
     def of(cls, states: Mapping[str, object], place: Placing) -> Base:
-        """What the pickled ``states`` of ZeRO's optimizer say of it; ``place`` places the tensors there."""
+        """Parse the pickled ``states`` of ZeRO's optimizer; ``place`` locates tensors."""
         base = states.get("base_optimizer_state", states.get("optimizer_state_dict"))
         if not isinstance(base, dict) or not isinstance(base.get("state"), dict):
             return cls((), (), (), place)
         groups = [group for group in base.get("param_groups") or () if isinstance(group, dict)]
         numbers = [(n, g) for g, group in enumerate(groups) for n in group.get("params") or ()]
         held = [base["state"].get(n) for n, _ in numbers]
-        if any(not isinstance(item, dict) for item in held):  # none yet
+        if any(not isinstance(item, dict) for item in held):  # no step was taken
             held = []
         settings = [{k: v for k, v in group.items() if k != "params"} for group in groups]
         return cls(held, [g for _, g in numbers], settings, place)
 
     def step(self, files: PartFiles) -> float:
-        """The step of the optimizer that the first buffer had taken, 0 where it does not say."""
+        """Return the optimizer step of the first buffer; 0 if unknown."""
         value = self.held[0].get("step") if self.held else None
         if value is None and self.settings:
             value = self.settings[0].get("step")
@@ -116,7 +116,7 @@ class Base:
         return float(value) if isinstance(value, int | float) else 0.0
 
     def like(self, shapes: Sequence[tuple[int, ...]]) -> dict[str, list[StoredTensor]]:
-        """The states that lie as the masters do, which have the ``shapes``, by name."""
+        """Return the states, by name, whose buffers have the ``shapes`` of the masters."""
         if len(self.held) != len(shapes):
             return {}
         return {
@@ -127,8 +127,8 @@ class Base:
         }
 
     def describe(self, found: TrainingContents, states: ModelStates, files: PartFiles) -> None:
-        """Add the states that are one number, and the groups."""
-        # A group of stage 3 has several buffers, its sub-groups, and ``states.groups`` are these.
+        """Add the scalar states and the groups."""
+        # A group of stage 3 has several buffers, its sub-groups; ``states.groups`` lists the sub-groups.
         for item, shapes in zip(self.held, states.groups, strict=False):
             for key, value in item.items():
                 if type(value) is StoredTensor and value.shape == ():
@@ -136,26 +136,28 @@ class Base:
                 if type(value) in (int, float):
                     found.numbers.setdefault(str(key), {}).update(dict.fromkeys(shapes, float(value)))
         for group, settings in enumerate(self.settings):
-            held = [names for names, own in zip(states.groups, self.grouped, strict=False) if own == group]
-            names_of_group = tuple(name for names in held for name in names)
+            names_of_buffers = [
+                names for names, own in zip(states.groups, self.grouped, strict=False) if own == group
+            ]
+            names_of_group = tuple(name for names in names_of_buffers for name in names)
             found.groups.append(ParameterGroup(files.settings(settings, self.place), names_of_group))
 
 
 @dataclass(frozen=True)
 class _Rank:
-    """One rank's file: its buffers by what they are (the masters, an optimizer state) and their number."""
+    """File of one rank: its buffers by kind (masters, optimizer states) and number."""
 
     path: Path
     stage: int
-    #: Whether each parameter is cut, as at stage 3, and not the buffer of a group.
+    #: True if each parameter is sharded, as at stage 3; otherwise the buffer of a group is.
     partitioned: bool
     partitions: int
     buffers: Mapping[str, Sequence[TensorEntry]]
-    #: Elements of padding after each parameter of each group; None where there are none.
+    #: Elements of padding after each parameter of each group; None without padding.
     paddings: Sequence[Sequence[int]] | None
     base: Base
     scale: Mapping[str, object]
-    #: What is the same on all ranks: the stage, the states and their buffers, the step, and lengths.
+    #: Summary that must be equal on all ranks: stage, states, numbers of buffers, step, and lengths.
     form: str
 
     @classmethod
@@ -177,7 +179,7 @@ class _Rank:
                 f"{path}: holds no fp32 masters, from which the weights are read: {DAMAGED}"
             )
         base = Base.of(states, place)
-        # Masters are stored without the padding at a group's end, which states of an optimizer keep.
+        # Masters are stored without the padding at a group's end; optimizer states have it.
         ends = states.get("group_paddings")
         ends = ends if type(ends) is list and all(type(n) is int for n in ends) else []
         lengths = [t.shape for t in masters]
@@ -212,13 +214,13 @@ def _paddings(value: object) -> Sequence[Sequence[int]] | None:
 
 
 def _scale(scaler: object) -> dict[str, object]:
-    """The numbers in a loss scaler's state."""
+    """Return the numbers of a loss scaler's state."""
     state = scaler.state if isinstance(scaler, InertObject) and isinstance(scaler.state, dict) else {}
     return {str(key): value for key, value in state.items() if type(value) in (int, float)}
 
 
 def _overlaps(starts: Sequence[int], at: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """Yield number, first element and count for the intervals between ``starts`` that hold [at, stop)."""
+    """Yield interval number, first element and count where [at, stop) overlaps ``starts``."""
     for number, (low, high) in enumerate(pairwise(starts)):
         first, last = max(at, low), min(stop, high)
         if first < last:
@@ -227,8 +229,8 @@ def _overlaps(starts: Sequence[int], at: int, stop: int) -> Iterator[tuple[int, 
 
 def _flat(states: ModelStates, ranks: Sequence[_Rank]) -> Iterator[tuple[str, tuple[int, ...], list[Run]]]:
     for group, shapes in enumerate(states.groups):
-        # The ranks' parts laid end to end are the group's flat buffer, in which parameters follow each other
-        # (with the padding of each behind it): a parameter may begin on one rank and end on the next.
+        # The concatenated parts of the ranks are the group's flat buffer. It holds the parameters in order,
+        # each followed by its padding. A parameter may begin on one rank and end on the next.
         starts = [0, *accumulate(rank.buffers[MASTERS][group].numel for rank in ranks)]
         paddings = ranks[0].paddings[group] if ranks[0].paddings else [0] * len(shapes)
         at = 0
@@ -244,8 +246,8 @@ def _partitioned(
     starts = [0, *accumulate(buffer.numel for buffer in ranks[0].buffers[MASTERS])]
     at = 0
     for name, shape in states.shapes.items():
-        # Stage 3 gives each rank an equal part, the last one padded: rounded up. `at` counts on one rank, and
-        # is the same on all.
+        # Stage 3 gives each rank an equal part, rounded up; the last one is padded. `at` counts on one rank,
+        # and is the same on all.
         stop = at - (-prod(shape) // len(ranks))
         parts = list(_overlaps(starts, at, stop))
         yield name, shape, [(rank, *part) for rank in range(len(ranks)) for part in parts]
@@ -253,7 +255,7 @@ def _partitioned(
 
 
 def _number(value: object) -> int:
-    """An integer, or that of an enumeration's member."""
+    """Return an integer, or that of an enum member."""
     if isinstance(value, InertObject) and len(value.arguments) == 1:
         value = value.arguments[0]
     if type(value) is not int:
@@ -262,16 +264,16 @@ def _number(value: object) -> int:
 
 
 _MODEL = re.compile(r"(zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<model>\d+)_model_states\.pt")
-#: What DeepSpeed writes of models that are cut otherwise than by data parallelism.
-_CUT = re.compile(r"layer_\d+.*|expp?_rank_.*|.*_expert_\d+_.*")
+#: Files of models with parallelism other than data parallelism.
+_PARALLEL = re.compile(r"layer_\d+.*|expp?_rank_.*|.*_expert_\d+_.*")
 INSTEAD = "convert it with DeepSpeed's ds_to_universal.py, and load what that writes"
-#: The counters of an engine that are saved.
+#: Saved counters of an engine.
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
 @dataclass(frozen=True)
 class ModelStates:
-    """What the files of the model's states hold besides the trained parameters, and the shapes of these."""
+    """Contents of the model state files, and shapes of the trained parameters."""
 
     found: TrainingContents
     #: Shapes of trained parameters, by their groups.
@@ -279,7 +281,7 @@ class ModelStates:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of all trained parameters."""
+        """Shapes of all trained parameters."""
         return {name: shape for group in self.groups for name, shape in group.items()}
 
 
@@ -293,22 +295,22 @@ def add_ties(found: TrainingContents) -> TrainingContents:
     """Add tied parameters under all of their names."""
     for name, other in found.ties.items():
         if other in found.assembled:
-            # Whatever else is stored under the name: a universal checkpoint has its rounded value there.
+            # Replace what is stored under the name: a universal checkpoint has the rounded value there.
             found.assembled[name] = replace(found.assembled[other], name=name)
     return found
 
 
 def read_model_states(directory: Path, files: PartFiles) -> ModelStates:
-    """The states of the model beside the optimizer's; raises CheckpointError where they are not whole."""
-    found = []
+    """Read the model state files. Raises CheckpointError if they are incomplete."""
+    files_of_ranks = []
     for path in by_rank(directory, _MODEL):
         value, place = files.torch_file(path)
         if not isinstance(value, dict) or not isinstance(value.get("module"), dict):
             raise CheckpointError(f"{path}: not a file of model states: {DAMAGED}")
         _refuse_experts(value, path)
-        found.append((value, place, path))
-    value, place, path = found[0]
-    for other, _, beside in found[1:]:
+        files_of_ranks.append((value, place, path))
+    value, place, path = files_of_ranks[0]
+    for other, _, beside in files_of_ranks[1:]:
         if other.get("global_steps") != value.get("global_steps"):
             raise CheckpointError(
                 f"{beside} and {path} have different global_steps: files of two moments are mixed; use a "
@@ -325,7 +327,7 @@ def read_model_states(directory: Path, files: PartFiles) -> ModelStates:
         raise CheckpointError(f"{path}: a tied parameter or a buffer has no name: {DAMAGED}")
     plain = set(buffers)
     if path.name.startswith("mp_rank"):
-        # Whole parameters: one that nothing else names is frozen, at stage 1. At stage 3 they are empty here.
+        # Whole parameters: an unnamed one is frozen, at stage 1. At stage 3 they are empty here.
         plain |= {str(name) for name in module} - {*frozen, *tied, *(n for group in groups for n in group)}
     contents = TrainingContents(
         engine={name: value[name] for name in _COUNTERS if type(value.get(name)) is int},
@@ -337,8 +339,8 @@ def read_model_states(directory: Path, files: PartFiles) -> ModelStates:
             _add_whole(contents, name, place(f"whole {name}", tensor))
     for name, shape in frozen.items():
         parts = []
-        for rank, (held, place_of, _) in enumerate(found):
-            fragment = (held.get("frozen_param_fragments") or {}).get(name)
+        for rank, (state, place_of, _) in enumerate(files_of_ranks):
+            fragment = (state.get("frozen_param_fragments") or {}).get(name)
             if type(fragment) is StoredTensor:
                 parts.append(place_of(f"rank {rank}: frozen {name}", fragment))
         if not parts:
@@ -346,7 +348,7 @@ def read_model_states(directory: Path, files: PartFiles) -> ModelStates:
                 f"the frozen parameter {shown(name)} is in none of the files of model states: a file is "
                 "missing, or files of two jobs are mixed"
             )
-        if parts[0].shape == shape:  # whole on every rank
+        if parts[0].shape == shape:  # whole on each rank
             _add_whole(contents, name, parts[0])
         else:
             contents.add(parts)
@@ -356,27 +358,30 @@ def read_model_states(directory: Path, files: PartFiles) -> ModelStates:
 
 
 def by_rank(directory: Path, pattern: re.Pattern[str]) -> list[Path]:
-    """The files of one kind in the order of the ranks; raises CheckpointError where one is missing."""
+    """Return the files of one kind in rank order.
+
+    Raises CheckpointError if one is missing.
+    """
     names = sorted(entry.name for entry in directory.iterdir())
-    if cut := next((name for name in names if _CUT.fullmatch(name)), None):
+    if cut := next((name for name in names if _PARALLEL.fullmatch(name)), None):
         raise CheckpointError(
             f"{directory / cut}: belongs to a model that is split into pipeline stages or experts; {INSTEAD}"
         )
-    found = {}
+    paths = {}
     for name in names:
         if match := pattern.fullmatch(name):
             if int(match["model"]):
                 raise CheckpointError(
                     f"{directory / name}: belongs to a model with tensor parallelism; {INSTEAD}"
                 )
-            found[int(match["rank"] or 0)] = directory / name
-    missing = next((rank for rank in range(max(found, default=0) + 1) if rank not in found), None)
+            paths[int(match["rank"] or 0)] = directory / name
+    missing = next((rank for rank in range(max(paths, default=0) + 1) if rank not in paths), None)
     if missing is not None:
         raise CheckpointError(
             f"{directory}: the file of rank {missing} is missing ({pattern.pattern}): copy the "
             "checkpoint again"
         )
-    return [found[rank] for rank in range(len(found))]
+    return [paths[rank] for rank in range(len(paths))]
 
 
 def _refuse_experts(value: Mapping[str, object], path: Path) -> None:
@@ -397,27 +402,27 @@ def _shapes(group: object) -> dict[str, tuple[int, ...]]:
 
 
 def _pairs(value: Any) -> Iterator[tuple[Any, object]]:
-    """Items of a dictionary, or of a list of pairs, which older versions write."""
+    """Yield the items of a dictionary, or of the list of pairs in older versions."""
     yield from value.items() if isinstance(value, dict) else value
 
 
 class Universal(TrainingFormat):
-    """What DeepSpeed's ds_to_universal.py writes."""
+    """Checkpoint of DeepSpeed's ds_to_universal.py."""
 
     name = "universal"
 
     def holds(self, directory: Path) -> bool:
-        """Whether a parameter has a folder with its masters."""
+        """Return True if a parameter has a folder with its masters."""
         zero = directory / "zero"
         return zero.is_dir() and any((entry / f"{MASTERS}.pt").is_file() for entry in zero.iterdir())
 
     def read(self, directory: Path, files: PartFiles) -> TrainingContents:
-        """What the folders of all parameters hold; ``files`` takes what is read.
+        """Read the folders of all parameters; ``files`` records each file.
 
-        Raises CheckpointError for files that are not as ds_to_universal.py writes them.
+        Raises CheckpointError for files that ds_to_universal.py does not write.
         """
         states = read_model_states(directory, files)
-        found, shapes = states.found, states.shapes
+        contents, shapes = states.found, states.shapes
         for folder in sorted(entry for entry in (directory / "zero").iterdir() if entry.is_dir()):
             name = folder.name
             for path in sorted(folder.glob("*.pt")):
@@ -429,17 +434,17 @@ class Universal(TrainingFormat):
                 key = name if kind == MASTERS else f"{kind}{STATE}{name}"
                 entry = place(f"stored {key}", tensor)
                 if entry.shape == () and kind != MASTERS:
-                    found.numbers.setdefault(kind, {})[name] = files.number(entry)
+                    contents.numbers.setdefault(kind, {})[name] = files.number(entry)
                 else:
-                    found.add([entry])
-                    found.assembled[key] = _shaped(key, entry, shapes.get(name, entry.shape), path)
-        absent = [name for name in shapes if name not in found.assembled]
+                    contents.add([entry])
+                    contents.assembled[key] = _shaped(key, entry, shapes.get(name, entry.shape), path)
+        absent = [name for name in shapes if name not in contents.assembled]
         if absent:
             raise CheckpointError(
                 f"{directory / 'zero' / absent[0]} is missing, and {len(absent) - 1} more files are"
             )
-        _add_groups(directory / "zero" / "optimizer_state.pt", states, found, files)
-        return add_ties(found)
+        _add_groups(directory / "zero" / "optimizer_state.pt", states, contents, files)
+        return add_ties(contents)
 
 
 def _add_groups(path: Path, states: ModelStates, found: TrainingContents, files: PartFiles) -> None:
@@ -451,8 +456,8 @@ def _add_groups(path: Path, states: ModelStates, found: TrainingContents, files:
     groups = () if base.settings else value.get("param_groups") or ()
     for settings, shapes in zip(groups, states.groups, strict=False):
         if isinstance(settings, dict):
-            kept = {key: item for key, item in settings.items() if key != "params"}
-            found.groups.append(ParameterGroup(files.settings(kept, place), tuple(shapes)))
+            plain_settings = {key: item for key, item in settings.items() if key != "params"}
+            found.groups.append(ParameterGroup(files.settings(plain_settings, place), tuple(shapes)))
 
 
 def _shaped(key: str, entry: TensorEntry, shape: tuple[int, ...], path: Path) -> Assembled:

@@ -1,4 +1,4 @@
-"""Where the bytes of a checkpoint lie, and how they are had: files, memory, stores, and others."""
+"""Storages that hold the bytes of a checkpoint: local files, memory, object stores and web servers."""
 
 from zerostart.checkpoint.paths import scheme_of
 from zerostart.checkpoint.storage.base import (

@@ -1,4 +1,4 @@
-"""What every storage gives: names, sizes, readers of byte ranges, and the identity of its files."""
+"""Storage protocol: file names, sizes, readers of byte ranges, and identities of files."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from typing import Any, ClassVar, Protocol, Self
 from zerostart.checkpoint.paths import scheme_of, shown_url, wait_for
 from zerostart.errors import ConfigError, ReadError
 
-#: A gap up to this many bytes is fetched from storage along with the rows, where a request costs more than
-#: the bytes (65 us a request against 2 GB/s on a virtual disk; see the cost model in the documentation).
+#: Largest gap in bytes that is fetched together with the rows around it, where a request costs more than the
+#: bytes (65 us a request against 2 GB/s on a virtual disk).
 FETCHED_GAP = 128 << 10
-#: The same at most, of a store however far away it is.
+#: Largest such gap in bytes for any store.
 MOST_GAP = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Runs of bytes at equal distances."""
+    """Equally spaced runs of bytes."""
 
-    #: How many runs.
+    #: Number of runs.
     count: int
-    #: Bytes of each.
+    #: Bytes of one run.
     width: int
-    #: Bytes from start to start.
+    #: Bytes from the start of one run to the start of the next.
     stride: int
 
     @property
     def span(self) -> int:
-        """Number of bytes from the first byte of the first row to the last byte of the last."""
+        """Number of bytes from the start of the first row to the end of the last."""
         return (self.count - 1) * self.stride + self.width
 
     def extents(self) -> Iterator[tuple[int, int]]:
-        """The ranges ``(start, bytes)`` that are fetched with one request each."""
+        """Yield the ranges ``(start, bytes)`` that are fetched with one request each."""
         if self.stride - self.width <= FETCHED_GAP:
             yield 0, self.span
         else:
@@ -49,7 +49,10 @@ class Rows:
 
 
 class Reader(ABC):
-    """Reads byte ranges of a storage for a load. Several threads share one; it is closed at the end."""
+    """Reader of byte ranges for one load.
+
+    Several threads share one; it is closed at the end of the load.
+    """
 
     def __enter__(self) -> Self:
         return self
@@ -57,114 +60,114 @@ class Reader(ABC):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close what is open."""
-        return  # not abstract: most have nothing to close
+        return  # not abstract: most readers have nothing to close
 
     @abstractmethod
     def read(self, file: int, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Fill ``buffers``, one after the other, from byte ``offset`` of file number ``file`` on.
+        """Fill ``buffers`` in order from byte ``offset`` of file number ``file``.
 
-        Raises ReadError, naming the file, where not all of these bytes can be had, or the file is not the
-        one that was opened any more.
+        Raises ReadError with the name of the file if bytes are missing or the file was replaced.
         """
 
     def gather(self, file: int, offset: int, rows: Rows, target: memoryview, step: int) -> None:
-        """Read rows from ``offset`` of file number ``file`` on into ``target``, ``step`` bytes apart.
+        """Read rows from ``offset`` of file number ``file`` into ``target``, ``step`` bytes apart.
 
         Raises ReadError as ``read`` does.
         """
-        # One request for each row; a reader that can take several at once has its own way.
+        # One request for each row; some readers override this with a faster way.
         for row in range(rows.count):
             self.read(file, offset + row * rows.stride, [target[row * step : row * step + rows.width]])
 
     def announce(self, file: int, offset: int, rows: Rows) -> None:
-        """Say what a later call will read, which may be fetched ahead."""
+        """Announce a later read, so that the reader can fetch ahead."""
         return  # not abstract: most have no use for it
 
     def note(self) -> str:
-        """Describe how reading went, in a few words for a person."""
+        """Describe in a few words how the data was read, for the report."""
         return ""
 
 
 class HeaderBytes(Protocol):
-    """One file of a storage, as the readers of headers want it."""
+    """Open file of a storage, for readers of headers."""
 
     def read(self, length: int, offset: int) -> bytes:
-        """Read ``length`` bytes from ``offset`` on, fewer only at the end of the file; raises ReadError."""
+        """Read ``length`` bytes from ``offset``; fewer only at the end of the file.
+
+        Raises ReadError.
+        """
         ...
 
 
-#: Opens the file of a name (and of a kind, in words) for its header: its bytes, and how many there are.
+#: Function that opens the header of a file (name, kind in words): its bytes and its size.
 Opener = Callable[[str, str], AbstractContextManager[tuple[HeaderBytes, int]]]
 
 
 @dataclass(frozen=True, slots=True)
 class RequestCost:
-    """Seconds until the first byte of a request, and bytes a second from then on."""
+    """Seconds until the first byte of a request, and bytes per second after it."""
 
     latency: float
     rate: float
 
     @property
     def gap(self) -> int:
-        """The bytes that come in the time of a further request: up to so many are rather read through."""
+        """Largest gap in bytes that is cheaper to read than a second request."""
         return max(FETCHED_GAP, min(MOST_GAP, int(self.latency * self.rate)))
 
 
 @dataclass(frozen=True)
 class Residency:
-    """How far bytes are from this machine, for choosing how they are read."""
+    """Distance of the bytes from this machine, for choosing how to read them."""
 
-    #: In a word, what they lie on.
+    #: Short name of the file system or store.
     kind: str = ""
-    #: Share of them in this machine's memory, from 0 to 1; None where nobody knows.
+    #: Share of the bytes in this machine's memory, from 0 to 1; None if unknown.
     resident: float | None = 1.0
-    #: Whether all clients of the storage share what it gives in a second.
+    #: True if all clients share the bandwidth of the storage.
     remote: bool = False
-    #: Whether reads that go round the page cache may pay.
+    #: True if reads that bypass the page cache may be faster.
     direct: bool = False
-    #: Requests that a rank should have in flight; 0 leaves it to what suits a disk or a file system.
+    #: Concurrent requests of a rank; 0 for the default of disks and file systems.
     depth: int = 0
-    #: Bytes that a reader takes for each of its threads beside what it fills.
+    #: Memory of a reader for each of its threads, in addition to its buffers, in bytes.
     buffer: int = 0
 
 
 @dataclass(frozen=True)
 class Storage(ABC):
-    """Where the bytes of a catalog's files lie; plain data that travels from rank to rank."""
+    """Files of a catalog; plain data that is sent from rank to rank."""
 
-    #: Their names.
+    #: File names.
     files: tuple[str, ...]
-    #: Their lengths in bytes.
+    #: File sizes in bytes.
     sizes: tuple[int, ...]
-    #: What ``identity`` gave for each when it was opened; () where nobody has asked.
+    #: Result of ``identity`` for each file when it was opened; () if unknown.
     identities: tuple[Hashable, ...] = field(default=(), compare=False, repr=False)
-    #: URL of the directory that the files lie in, where not all of them are the checkpoint: which are, the
-    #: rules for a local directory say, and ``named`` gives them.
+    #: URL of the directory of the files. If set, only some files are the checkpoint; ``named`` selects them.
     folder: str = field(default="", kw_only=True)
-    #: The one of them that the source names; empty where it names the directory.
+    #: File that the source names; empty if it names the directory.
     asked: str = field(default="", kw_only=True)
-    #: What a request takes; None where reads are no requests to a server.
+    #: Cost of a request; None if reads are no requests to a server.
     cost: RequestCost | None = field(default=None, compare=False, repr=False, kw_only=True)
 
-    #: Of URLs that lead to such a storage; for those that are registered.
+    #: URL schemes of a registered storage.
     schemes: ClassVar[tuple[str, ...]] = ()
-    #: Whether bytes that several ranks want may better be read by one of them and sent to the others.
+    #: True if one rank should read the bytes that several ranks need, and send them.
     worth_exchanging: ClassVar[bool] = True
-    #: Whether what one rank of a machine has read comes from memory for the others (its page cache).
+    #: True if the page cache serves bytes that another rank of the machine has read.
     cached: ClassVar[bool] = True
 
     @classmethod
     def at(cls, source: str) -> Storage:
-        """Return the storage at a URL, with its files in order; one rank calls it.
+        """Open the storage at a URL, with its files in order; called on one rank.
 
-        Raises CheckpointNotFoundError if nothing is there, ReadError if asking fails.
+        Raises CheckpointNotFoundError if nothing is there, ReadError if a request fails.
         """
         raise NotImplementedError(f"{cls.__name__} is not reached by a URL")
 
     @abstractmethod
     def reader(self, *, cold: bool = False, direct: bool = False) -> Reader:
-        """Make a reader for one load. ``cold`` and ``direct`` say how to read, see ``Residency``."""
+        """Create a reader for one load; see ``Residency`` for ``cold`` and ``direct``."""
 
     @property
     def nbytes(self) -> int:
@@ -173,55 +176,61 @@ class Storage(ABC):
 
     @property
     def name(self) -> str:
-        """What to call it in messages, where the user gave no path or URL."""
+        """Name for messages about a source without a path or URL."""
         return self.files[0] if len(self.files) == 1 else f"{self.files[0]} and {len(self.files) - 1} more"
 
     @property
     def gap(self) -> int:
-        """A gap up to this many bytes is fetched along with the rows around it."""
+        """Largest gap in bytes that is fetched together with the rows around it."""
         return FETCHED_GAP if self.cost is None else self.cost.gap
 
     def names(self) -> tuple[str, ...]:
-        """The names of the files in ``folder``."""
+        """Return the names of the files in ``folder``."""
         return tuple(file.removeprefix(f"{self.folder}/") for file in self.files)
 
     def named(self, names: Sequence[str]) -> Storage:
-        """The files of these names in ``folder``, in this order, as they are now.
+        """Return the current files of these names in ``folder``, in this order.
 
-        Raises CheckpointNotFoundError for one that is not there, ReadError if asking fails.
+        Raises CheckpointNotFoundError for a missing file, ReadError if a request fails.
         """
         raise NotImplementedError(f"{type(self).__name__} has no directories")
 
     def directory(self) -> Storage:
-        """All files of ``folder``, as they are now. Raises ReadError."""
+        """Return all current files of ``folder``. Raises ReadError."""
         raise NotImplementedError(f"{type(self).__name__} has no directories")
 
     def measured(self) -> Storage:
-        """The same with ``cost``, as it is found to be by a few requests. Raises ReadError."""
+        """Return the storage with its ``cost``, measured by a few requests. Raises ReadError."""
         return self
 
     def residency(self) -> Residency:
-        """How far the bytes are from this machine; looks at a few files, and reads none."""
+        """Estimate the distance of the bytes; looks at a few files and reads none."""
         return Residency(kind=self.schemes[0] if self.schemes else "", resident=None, remote=True)
 
     def identity(self, file: int) -> Hashable:
-        """A value that identifies file number ``file``, and changes when its contents do.
+        """Return a value that changes when the contents of file number ``file`` change.
 
-        None if it is not there any more. By default nothing but the length that is known.
+        None if the file does not exist any more. The default is the known size.
         """
         return self.sizes[file]
 
     def kept(self, used: Iterable[int] = ()) -> Storage:
-        """Return what is needed after the load to read the files ``used`` again, with nothing open."""
-        # Only of these files: to ask may cost a request each.
-        wanted = set(used)
+        """Return what is needed to read the files ``used`` again after the load.
+
+        The result keeps no file open.
+        """
+        # Only these files: asking may cost a request for each.
+        numbers = set(used)
         marks = self.identities or tuple(
-            self.identity(n) if n in wanted else None for n in range(len(self.files))
+            self.identity(n) if n in numbers else None for n in range(len(self.files))
         )
-        return replace(self, identities=tuple(m if n in wanted else None for n, m in enumerate(marks)))
+        return replace(self, identities=tuple(m if n in numbers else None for n, m in enumerate(marks)))
 
     def recalled(self, purpose: str) -> Storage:
-        """Check that the files are unchanged. Raises ReadError, which ends with ``purpose``."""
+        """Check that the files are unchanged.
+
+        Raises ReadError with ``purpose`` at its end.
+        """
         for number, before in enumerate(self.identities):
             if before is not None and (now := self.identity(number)) != before:
                 raise ReadError(
@@ -231,19 +240,17 @@ class Storage(ABC):
         return self
 
     def changed(self, before: Hashable, now: Hashable) -> str:
-        """Say in words what happened to a file whose identity was ``before``."""
+        """Describe how a file with identity ``before`` has changed."""
         return "was removed" if now is None else "was replaced or written to"
 
     @contextlib.contextmanager
     def opened(self, number: int) -> Iterator[tuple[HeaderBytes, int]]:
-        """Open file ``number`` to read its header: its bytes, and its size."""
+        """Open file number ``number`` to read its header: its bytes and its size."""
         with self.reader() as reader:
             yield _Ranges(reader, number, self.sizes[number]), self.sizes[number]
 
 
 class _Ranges:
-    """The bytes of one file, by a reader."""
-
     def __init__(self, reader: Reader, file: int, size: int) -> None:
         self._reader, self._file, self._size = reader, file, size
 
@@ -254,29 +261,29 @@ class _Ranges:
         return bytes(buffer)
 
 
-#: Of zerostart's own: by scheme, where the class is. A storage that is registered goes before them.
+#: Modules and classes of zerostart's storages by scheme. A registered storage takes precedence.
 _OWN = dict.fromkeys(
     ("s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss", "http", "https"),
     ("zerostart.checkpoint.storage.object_store", "ObjectFiles"),
 )
-#: Entry points of other packages: a scheme, and the subclass of ``Storage``.
+#: Entry point group of other packages: scheme and subclass of ``Storage``.
 GROUP = "zerostart.storages"
 _registered: dict[str, type[Storage]] = {}
 
 
 def register_storage(kind: type[Storage]) -> type[Storage]:
-    """Register ``kind`` for URLs with one of ``kind.schemes``, in this process; also a decorator.
+    """Register ``kind`` for its URL schemes in this process; also a decorator.
 
-    Raises ConfigError for a scheme that another storage has, and for a class without an ``at`` of its own.
+    Raises ConfigError for a scheme of another storage, and for a class without its own ``at``.
     """
     if not kind.schemes:
         raise ConfigError(f"{kind.__name__} has no URL schemes; set schemes, a tuple of names")
     schemes = [scheme.lower() for scheme in kind.schemes]
     for scheme in schemes:
-        # The same package may register its class in this process as well as by its entry point.
+        # A package may register its class in this process in addition to its entry point.
         installed = _installed().get(scheme)
-        others = installed and installed.module.partition(".")[0] != kind.__module__.partition(".")[0]
-        if others or _registered.get(scheme, kind) is not kind:
+        is_taken = installed and installed.module.partition(".")[0] != kind.__module__.partition(".")[0]
+        if is_taken or _registered.get(scheme, kind) is not kind:
             raise ConfigError(f"a storage for {scheme}:// is already registered; choose another scheme")
     _check_reached(kind)
     _registered.update(dict.fromkeys(schemes, kind))
@@ -284,7 +291,10 @@ def register_storage(kind: type[Storage]) -> type[Storage]:
 
 
 def storage_at(source: object) -> Storage | None:
-    """Return the storage at a URL; None for no URL. Raises ConfigError for an unknown scheme."""
+    """Open the storage at a URL; return None for a path.
+
+    Raises ConfigError for an unknown scheme.
+    """
     kind = _kind_of(source)
     if kind is None:
         return None
@@ -307,11 +317,11 @@ def _kind_of(source: object) -> type[Storage] | None:
         module, name = _OWN[scheme]
         kind = getattr(importlib.import_module(module), name)
     else:
-        known = sorted({*_registered, *_installed(), *_OWN})
+        schemes = sorted({*_registered, *_installed(), *_OWN})
         raise ConfigError(
             f"{shown_url(str(source))}: nothing reads {scheme}:// here; copy the files to a local directory, "
             "register a storage of that scheme (zerostart.checkpoint.storage.register_storage), or use "
-            f"{', '.join(known)}"
+            f"{', '.join(schemes)}"
         )
     return kind
 

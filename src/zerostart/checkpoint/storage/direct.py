@@ -1,8 +1,7 @@
-"""Reads and writes that go round the page cache (``O_DIRECT``).
+"""Direct reads and writes (``O_DIRECT``), which bypass the page cache.
 
-They want addresses, offsets and lengths in whole blocks, which tensors are not: a read goes through an
-aligned buffer, and from there to its place; of a write the whole pages go this way, out of memory that lies
-in its pages as the bytes do in those of the file.
+Addresses, offsets and lengths must be whole blocks. A read is copied through an aligned buffer. A write
+transfers only whole pages, from memory with the same offset in its pages as in those of the file.
 """
 
 from __future__ import annotations
@@ -16,16 +15,19 @@ import numpy as np
 
 from zerostart.checkpoint.storage.files import read_some
 
-#: Covers the block of every device and file system in use.
+#: Alignment in bytes that suits every device and file system in use.
 BLOCK = 4096
-#: What the page cache has whole or not at all: what is written past it must share none with what is not.
+#: Smallest unit of the page cache in bytes. Direct and cached writes must not share one.
 PAGE = max(BLOCK, mmap.PAGESIZE)
 #: Bytes of one thread's aligned buffer.
 BOUNCE_BYTES = 2 << 20
 
 
 def open_direct(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int | None:
-    """A descriptor that goes round the page cache; None where the file system has none. Raises OSError."""
+    """Open a file for direct access; return None if the file system does not support it.
+
+    Raises OSError.
+    """
     try:
         return os.open(path, flags | os.O_CLOEXEC | os.O_DIRECT)
     except OSError as error:
@@ -40,25 +42,28 @@ def read_direct(
     offset: int,
     bounce: mmap.mmap,
 ) -> int:
-    """Fill the start of ``buffers`` from ``offset`` on, through ``bounce``; bytes filled, 0 at the end."""
+    """Read bytes at ``offset`` into ``buffers`` through ``bounce``; return their number.
+
+    0 means the end of the file.
+    """
     begin = offset // BLOCK * BLOCK
-    wanted = sum(map(len, buffers))
-    length = min(len(bounce), -(-(offset + wanted - begin) // BLOCK) * BLOCK)
+    total = sum(map(len, buffers))
+    length = min(len(bounce), -(-(offset + total - begin) // BLOCK) * BLOCK)
     with memoryview(bounce) as whole:
-        got = read_some(descriptor, [whole[:length]], begin)
-    ready = np.frombuffer(bounce, np.uint8, count=max(0, got))[offset - begin :][:wanted]
-    done = 0
+        count = read_some(descriptor, [whole[:length]], begin)
+    ready = np.frombuffer(bounce, np.uint8, count=max(0, count))[offset - begin :][:total]
+    filled = 0
     for buffer in buffers:
-        part = ready[done : done + len(buffer)]
+        part = ready[filled : filled + len(buffer)]
         np.copyto(np.frombuffer(buffer, np.uint8)[: len(part)], part)  # without the interpreter's lock
-        done += len(part)
-    return done
+        filled += len(part)
+    return filled
 
 
 def whole_pages(view: memoryview, offset: int) -> tuple[int, int]:
-    """The range of ``view`` that is whole pages of the file and of memory, if it is written at ``offset``.
+    """Return the range of ``view`` that is whole pages if it is written at ``offset``.
 
-    Empty where memory and file do not lie in their pages alike.
+    Empty if memory and file have different offsets in their pages.
     """
     begin = min(-offset % PAGE, view.nbytes)
     address = np.frombuffer(view, np.uint8).ctypes.data if view.nbytes else 0

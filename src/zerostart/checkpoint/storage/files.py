@@ -1,4 +1,4 @@
-"""Checkpoint files: reading their small parts, knowing them again, and reads that outlast a passing fault."""
+"""Read small checkpoint files, identify files, and retry reads after transient errors."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from zerostart.errors import CheckpointError, CheckpointNotFoundError, ReadError
 
 @dataclass(frozen=True, slots=True)
 class FileState:
-    """What tells a file from another, and from itself after somebody wrote to it."""
+    """Size, time and inode of a file, to detect changes."""
 
-    #: Bytes.
+    #: Size in bytes.
     size: int
-    #: Nanoseconds.
+    #: Modification time in nanoseconds.
     modified: int
-    #: Of its inode.
+    #: Inode number.
     number: int
 
     @classmethod
     def of(cls, file: int | str) -> FileState:
         """Return the state of an open file or a path. Raises OSError."""
-        # The inode tells a file from another that takes its name, whatever its size and time.
-        found = os.stat(file)  # noqa: PTH116
-        return cls(found.st_size, found.st_mtime_ns, found.st_ino)
+        # The inode reveals a replaced file that has the same size and time.
+        status = os.stat(file)  # noqa: PTH116
+        return cls(status.st_size, status.st_mtime_ns, status.st_ino)
 
     @classmethod
     def at(cls, path: str) -> FileState | None:
@@ -41,7 +41,7 @@ class FileState:
             return None
 
     def changed_to(self, now: FileState | None) -> str:
-        """In words, what happened to a file that is ``now`` in another state."""
+        """Describe the change of a file whose state is ``now`` another."""
         if now is None:
             return "was removed"
         if now.size != self.size:
@@ -51,10 +51,10 @@ class FileState:
 
 @contextlib.contextmanager
 def open_regular(path: str, kind: str) -> Iterator[tuple[HeaderBytes, int]]:
-    """Bytes and size of the regular file ``path``; ``kind`` names its format in messages.
+    """Open the regular file ``path``: its bytes and its size.
 
-    Raises CheckpointNotFoundError if there is none, CheckpointError if it is not a regular file, ReadError
-    if it cannot be opened.
+    ``kind`` names its format in messages. Raises CheckpointNotFoundError if there is none,
+    CheckpointError if it is not a regular file, ReadError if it cannot be opened.
     """
     try:
         # Without O_NONBLOCK, opening a FIFO would wait for a writer before its type can be looked at.
@@ -65,7 +65,7 @@ def open_regular(path: str, kind: str) -> Iterator[tuple[HeaderBytes, int]]:
         raise ReadError(f"{path}: cannot be opened: {error.strerror}") from error
     try:
         status = os.fstat(handle)
-        # Of the open file, not of its name: nothing can be exchanged in between.
+        # The open file, not its name: nothing can be swapped in between.
         if not stat.S_ISREG(status.st_mode):
             raise CheckpointError(f"{path}: not a regular file, so it is not a {kind} file")
         yield _Opened(handle, path), status.st_size
@@ -73,20 +73,18 @@ def open_regular(path: str, kind: str) -> Iterator[tuple[HeaderBytes, int]]:
         os.close(handle)
 
 
-def read_small(path: str, most: int = 4096, kind: str = "training") -> bytes:
-    """What a file of at most ``most`` bytes holds, of the ``kind`` that messages name.
+def read_small(path: str, limit: int = 4096, kind: str = "training") -> bytes:
+    """Read a file of at most ``limit`` bytes; ``kind`` names its format in messages.
 
     Raises as ``open_regular``, and CheckpointError for a longer file.
     """
     with open_regular(path, kind) as (handle, size):
-        if size > most:
-            raise CheckpointError(f"{path}: its {size} bytes are beyond the limit of {most} for such a file")
-        return handle.read(most, 0)
+        if size > limit:
+            raise CheckpointError(f"{path}: its {size} bytes are beyond the limit of {limit} for such a file")
+        return handle.read(limit, 0)
 
 
 class _Opened:
-    """An open file."""
-
     def __init__(self, handle: int, path: str) -> None:
         self._handle, self._path = handle, path
 
@@ -97,7 +95,7 @@ class _Opened:
                 chunk = os.pread(self._handle, length, offset)
             except OSError as error:
                 raise ReadError(f"{self._path}: reading the header failed: {error.strerror}") from error
-            # The end of the file, which may have shrunk: the caller compares lengths.
+            # End of the file, which may have shrunk: the caller compares lengths.
             if not chunk:
                 break
             chunks.append(chunk)
@@ -106,13 +104,13 @@ class _Opened:
         return b"".join(chunks)
 
 
-#: Errors of a network file system that may not come again, and pauses before further attempts in seconds.
+#: Transient errors of network file systems, and pauses before further attempts in seconds.
 PASSING = frozenset({errno.EAGAIN, errno.EIO, errno.EBUSY, errno.ETIMEDOUT, errno.ENOBUFS, errno.EREMOTEIO})
 DELAYS = (0.05, 0.1, 0.2, 0.4)
 
 
 def read_some(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
-    """Read some bytes, retrying passing errors; return their number, 0 at the end of the file."""
+    """Read some bytes, retrying transient errors; return 0 at the end of the file."""
     for delay in DELAYS:
         try:
             return os.preadv(descriptor, buffers, offset)

@@ -1,4 +1,4 @@
-"""Files of a file system that every rank's machine has, itself or over a network."""
+"""Files of a file system that all machines of the job can read."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from zerostart.checkpoint.storage.base import Reader, Residency, Storage
 from zerostart.checkpoint.storage.files import FileState
 from zerostart.checkpoint.storage.page_cache import NETWORK, direct_suits, file_system, resident_share
 
-#: Files whose residency is looked at, and the share of bytes in the page cache up to which reads may go
-#: round it.
+#: Number of files whose residency is sampled, and the share of cached bytes up to which reads may bypass the
+#: page cache.
 SAMPLED_FILES, MOSTLY_ABSENT = 4, 0.1
 
 
 @dataclass(frozen=True)
 class LocalFiles(Storage):
-    """``files`` are absolute paths; ``identities`` the states that they had when their headers were read."""
+    """Local files; ``files`` are absolute paths, ``identities`` their states when they were opened."""
 
     @classmethod
     def known(cls, paths: Iterable[str], states: Sequence[FileState]) -> LocalFiles:
-        """The files at ``paths``, which were found in ``states``."""
+        """Create the storage of ``paths`` with their ``states``."""
         return cls(tuple(paths), tuple(state.size for state in states), tuple(states))
 
     @property
     def states(self) -> tuple[FileState | None, ...]:
-        """What each file has to be found in; None where nobody has looked."""
+        """Expected state of each file; None if unknown."""
         return tuple(state if isinstance(state, FileState) else None for state in self.identities)
 
     def reader(self, *, cold: bool = False, direct: bool = False) -> Reader:
         from zerostart.checkpoint.storage.reader import (
-            FileReader,  # numpy, which a catalog alone does without
+            FileReader,  # imports numpy, which a catalog does not need
         )
 
         return FileReader(self.files, self.sizes, cold, direct, self.states)

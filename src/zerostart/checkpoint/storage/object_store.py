@@ -103,14 +103,14 @@ class ObjectFiles(Storage):
     @classmethod
     def at(cls, source: str) -> Storage:
         root, base, key = cls.places(source)
-        here = cls((), (), root=root, base=base)
+        storage = cls((), (), root=root, base=base)
         folder, _, name = key.rpartition("/")
-        if key.endswith(_FILE_ENDINGS) and (found := here._find(key)):
-            return here._open_folder(folder, {key: found}, name)
-        below = here._open_folder(key)
+        if key.endswith(_FILE_ENDINGS) and (found := storage._find(key)):
+            return storage._open_folder(folder, {key: found}, name)
+        below = storage._open_folder(key)
         # A file may have any suffix: request it if no such directory exists.
-        if not below.files and not key.endswith(_FILE_ENDINGS) and key and (found := here._find(key)):
-            return here._open_folder(folder, {key: found}, name)
+        if not below.files and not key.endswith(_FILE_ENDINGS) and key and (found := storage._find(key)):
+            return storage._open_folder(folder, {key: found}, name)
         if not below.files:
             raise CheckpointNotFoundError(
                 f"{root}{key}: there is no such file, and no directory of that name with files of a "
@@ -121,13 +121,13 @@ class ObjectFiles(Storage):
 
     def named(self, names: Sequence[str]) -> Storage:
         keys = [self._key(f"{self.folder}/{name}") for name in names]
-        found = self._request_all(keys, self._find)
+        objects = self._request_all(keys, self._find)
         for name, key in zip(names, keys, strict=True):
-            if key not in found:
+            if key not in objects:
                 raise CheckpointNotFoundError(
                     f"{self.folder}/{name}: this file of the checkpoint is missing; upload it again"
                 )
-        return self._with_files({key: found[key] for key in keys})
+        return self._with_files({key: objects[key] for key in keys})
 
     def directory(self) -> Storage:
         return self._open_folder(self._key(f"{self.folder}/").rstrip("/"))
@@ -157,10 +157,11 @@ class ObjectFiles(Storage):
     def changed(self, before: Hashable, now: Hashable) -> str:
         return "was removed" if now is None else f"was replaced: its ETag is {now} and was {before}"
 
-    def fetch(self, file: int, offset: int, length: int, put: Callable[[int, memoryview], None]) -> None:
+    def fetch(self, file: int, offset: int, length: int, write: Callable[[int, memoryview], None]) -> None:
         """Read a byte range and pass its pieces to ``put``, with their offsets.
 
-        obstore retries failed requests. If the object has an ETag, it also continues interrupted responses.
+        obstore retries failed requests. If the object has an ETag, it also continues interrupted
+        responses.
         """
         name = self.files[file]
         if offset + length > self.sizes[file]:
@@ -170,7 +171,7 @@ class ObjectFiles(Storage):
             )
         if not length:
             return
-        done, mark = 0, self.identities[file] if self.identities else None
+        count, mark = 0, self.identities[file] if self.identities else None
         options: dict[str, Any] = {"range": (offset, offset + length)}
         # Weak ETags never match. Some servers send ETags without quotes.
         if isinstance(mark, str) and mark.startswith('"'):
@@ -184,10 +185,10 @@ class ObjectFiles(Storage):
             if mark is not None and (found := _parse_metadata(answer.meta)) != Found(self.sizes[file], mark):
                 raise self._changed_error(name, f"its ETag is {found.mark} and was {mark}")
             for piece in answer.stream(min_chunk_size=PIECE_BYTES):
-                put(done, memoryview(piece)[: length - done])
-                done = min(length, done + len(piece))
-        if done < length:
-            raise ReadError(f"{failed}: the response ended {length - done} bytes too early; load again")
+                write(count, memoryview(piece)[: length - count])
+                count = min(length, count + len(piece))
+        if count < length:
+            raise ReadError(f"{failed}: the response ended {length - count} bytes too early; load again")
 
     def _changed_error(self, name: str, reason: str) -> ReadError:
         return ReadError(
@@ -231,13 +232,13 @@ class ObjectFiles(Storage):
             with _errors(f"{self.root}{folder}: asking the store failed"):
                 raise
         # Keep objects directly in the folder whose names can be names of local copies.
-        found = {
+        objects = {
             one["path"]: Found(one["size"], None)
             for one in listed["objects"]
             if one["path"].rpartition("/")[0] == folder and one["path"].rpartition("/")[2].strip(".")
         }
         # A web server that cannot list may answer with an empty list.
-        return None if not found and self.root.startswith("http") else found
+        return None if not objects and self.root.startswith("http") else objects
 
     @property
     def _is_signed(self) -> bool:
@@ -245,9 +246,9 @@ class ObjectFiles(Storage):
 
     def _request_all(self, keys: Iterable[str], request: Callable[[str], T | None]) -> dict[str, T]:
         """Call ``request`` for each key in threads; return the results other than None."""
-        wanted = list(dict.fromkeys(keys))
-        with ThreadPoolExecutor(max(1, min(MAX_METADATA_REQUESTS, len(wanted)))) as pool:
-            answers = dict(zip(wanted, pool.map(request, wanted), strict=True))
+        unique_keys = list(dict.fromkeys(keys))
+        with ThreadPoolExecutor(max(1, min(MAX_METADATA_REQUESTS, len(unique_keys)))) as pool:
+            answers = dict(zip(unique_keys, pool.map(request, unique_keys), strict=True))
         return {key: one for key, one in answers.items() if one is not None}
 
     def _with_files(self, found: Mapping[str, Found]) -> Self:
@@ -258,9 +259,11 @@ class ObjectFiles(Storage):
             identities=tuple(one.mark for one in found.values()),
         )
 
-    def _open_folder(self, folder: str, known: Mapping[str, Found] | None = None, asked: str = "") -> Storage:
+    def _open_folder(
+        self, folder: str, known_objects: Mapping[str, Found] | None = None, name: str = ""
+    ) -> Storage:
         begin = f"{folder}/" if folder else ""
-        found, refused = dict(known or {}), list[ReadError]()
+        found, refused = dict(known_objects or {}), list[ReadError]()
         listed = self._list(folder)
         if listed is not None:
             found |= {key: one for key, one in listed.items() if key not in found}
@@ -277,7 +280,7 @@ class ObjectFiles(Storage):
             found |= self._request_all((key for key in names if key not in found), find)
             if refused and not found:
                 raise refused[0]
-        return replace(self._with_files(found), folder=f"{self.root}{folder}".removesuffix("/"), asked=asked)
+        return replace(self._with_files(found), folder=f"{self.root}{folder}".removesuffix("/"), asked=name)
 
 
 class ObjectReader(Reader):
@@ -288,15 +291,15 @@ class ObjectReader(Reader):
         _ = storage._store  # raise errors of the settings now
 
     def read(self, file: int, offset: int, buffers: Sequence[memoryview]) -> None:
-        left = list(buffers)
+        pending = list(buffers)
 
         def fill(_: int, piece: memoryview) -> None:
-            while piece and left:
-                count = min(len(piece), len(left[0]))
-                left[0][:count] = piece[:count]
-                left[0], piece = left[0][count:], piece[count:]
-                if not left[0]:
-                    left.pop(0)
+            while piece and pending:
+                count = min(len(piece), len(pending[0]))
+                pending[0][:count] = piece[:count]
+                pending[0], piece = pending[0][count:], piece[count:]
+                if not pending[0]:
+                    pending.pop(0)
 
         self._storage.fetch(file, offset, sum(map(len, buffers)), fill)
 
@@ -327,7 +330,7 @@ def open_store(base: str, retries: int, writing: bool = False) -> ObjectStore:
 
 
 @functools.lru_cache(maxsize=8)
-def _opened(base: str, given: tuple[tuple[str, str], ...], writing: bool, retries: int) -> ObjectStore:
+def _opened(base: str, settings: tuple[tuple[str, str], ...], writing: bool, retries: int) -> ObjectStore:
     obstore, scheme = _obstore(), base.partition(":")[0]
     idle_timeout = WRITE_TIMEOUT_S if writing else READ_TIMEOUT_S
     client: dict[str, Any] = {
@@ -335,7 +338,7 @@ def _opened(base: str, given: tuple[tuple[str, str], ...], writing: bool, retrie
         "read_timeout": timedelta(seconds=idle_timeout),
         "connect_timeout": timedelta(seconds=CONNECT_TIMEOUT_S),
     }
-    options: dict[str, Any] = _aws_profile(dict(given)) if scheme in AWS else {}
+    options: dict[str, Any] = _aws_profile(dict(settings)) if scheme in AWS else {}
     options["retry_config"] = {"max_retries": retries, "retry_timeout": timedelta(seconds=RETRY_TIMEOUT_S)}
     options["client_options"] = client
     if writing and scheme in AWS:
@@ -347,7 +350,7 @@ def _opened(base: str, given: tuple[tuple[str, str], ...], writing: bool, retrie
         pair = base64.b64encode(b":".join((unquote_to_bytes(name), unquote_to_bytes(password))))
         options["client_options"]["default_headers"] = {"authorization": f"Basic {pair.decode()}"}
         base = urlunsplit(url._replace(netloc=host))
-    endpoints = [one for name, one in given if "ENDPOINT" in name] + [str(options.get("endpoint"))]
+    endpoints = [one for name, one in settings if "ENDPOINT" in name] + [str(options.get("endpoint"))]
     if scheme == "http" or any(one.startswith("http://") for one in endpoints):
         options["client_options"]["allow_http"] = True
     try:

@@ -1,4 +1,4 @@
-"""What a checkpoint lies on: its file system, and how much of it is in the page cache already."""
+"""File system of a checkpoint, and its share in the page cache."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ NETWORK = frozenset(
     {"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "ceph", "beegfs", "glusterfs", "afs", "9p", "virtiofs"}
     | {"fuse", "fuseblk"}
 )
-#: File systems that keep their files in memory: there is nothing to go round.
+#: File systems in memory, without a page cache to bypass.
 MEMORY = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
 SAMPLES = 64
 
 
 def file_system(path: str | os.PathLike[str]) -> str:
-    """Type of the file system that holds ``path``, such as ``ext4``; "" where the system does not say.
+    """Return the type of the file system of ``path``, such as ``ext4``; empty if unknown.
 
-    Source: ``/proc/self/mountinfo``, see proc(5); of several mounts of one device the types agree.
+    Source: ``/proc/self/mountinfo``, see proc(5); several mounts of one device have one type.
     """
     try:
         number = Path(path).stat().st_dev
         text = Path("/proc/self/mountinfo").read_text()
     except OSError:
         return ""
-    wanted = f"{os.major(number)}:{os.minor(number)}"
+    device = f"{os.major(number)}:{os.minor(number)}"
     for line in text.splitlines():
         left, _, right = line.partition(" - ")
-        if left.split()[2] == wanted:
+        if left.split()[2] == device:
             return right.split()[0].partition(".")[0]
     return ""
 
 
 def direct_suits(kind: str) -> bool:
-    """Whether reads and writes that go round the page cache may pay on file systems of this type."""
+    """Return True if direct reads and writes may be faster on this file system type."""
     return bool(kind) and kind not in NETWORK and kind not in MEMORY and hasattr(os, "O_DIRECT")
 
 
 def resident_share(files: Sequence[str]) -> float:
-    """Return the share of bytes in the page cache, from 0 to 1, by samples that are read without waiting.
+    """Sample the share of the files' bytes in the page cache, from 0 to 1.
 
     Files that cannot be opened count as absent: the reader raises the error.
     """
@@ -55,9 +55,9 @@ def resident_share(files: Sequence[str]) -> float:
 
 
 def _resident(descriptor: int, size: int) -> float:
-    found = 0
+    count = 0
     for sample in range(SAMPLES):
         # An error means that the page is not there, or that the file system or platform has no such reads.
         with contextlib.suppress(OSError, AttributeError):
-            found += os.preadv(descriptor, [bytearray(1)], size * sample // SAMPLES, os.RWF_NOWAIT)
-    return found / SAMPLES
+            count += os.preadv(descriptor, [bytearray(1)], size * sample // SAMPLES, os.RWF_NOWAIT)
+    return count / SAMPLES

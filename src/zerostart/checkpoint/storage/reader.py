@@ -1,9 +1,9 @@
-"""Positioned reads from local files, and gathers of rows: runs of a file at equal distances.
+"""Positioned reads from local files, and gathers of equally spaced rows.
 
-A call for each row costs more than copying it, and holds the interpreter's lock besides. So the file's span
-is mapped, and ``process_vm_readv`` (Linux; see its manual page) copies up to 1024 rows out of the mapping at
-once. Unlike a plain access to the mapping it answers a page that cannot be read with an error and not with a
-fatal signal. Where the call is not permitted, each row is read on its own.
+A call for each row costs more than the copy and holds the interpreter's lock. So the span is mapped, and
+``process_vm_readv`` (Linux; see its manual page) copies up to 1024 rows out of the mapping at once. Unlike an
+access to the mapping, it reports an unreadable page as an error and not as a fatal signal. Where the call is
+not permitted, each row is read separately.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from zerostart.checkpoint.storage.direct import BOUNCE_BYTES, open_direct, read_
 from zerostart.checkpoint.storage.files import FileState, read_some
 from zerostart.errors import CheckpointNotFoundError, ReadError
 
-#: Reads below this many bytes always go through the page cache: the blocks at their ends would weigh.
+#: Minimum size of a direct read in bytes; the blocks at the ends of smaller reads cost too much.
 LEAST_DIRECT = 1 << 20
 
 
 class FileReader(Reader):
-    """Opens files on first use and reads ranges of them into buffers; safe to share between threads.
+    """Thread-safe reader that opens files on first use.
 
-    ``cold`` has the kernel told what will be read. With ``direct`` reads go round the page cache, until a
-    file system does not take that. ``states`` are what the files have to be found in (() where nobody knows),
-    and to be in still when all is read.
+    ``cold`` announces reads to the kernel. ``direct`` bypasses the page cache until a file system refuses
+    it. ``states`` are the expected states of the files, which are checked again at the end; () if
+    unknown.
     """
 
     def __init__(
@@ -56,13 +56,13 @@ class FileReader(Reader):
         self._lock = threading.Lock()
         self.cold = cold
         self.direct = direct
-        self.refused = False  #: whether a file system did not take reads round the page cache
+        self.refused = False  #: True if a file system refused direct reads
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close all files. Raises ReadError if one of them was written to meanwhile."""
-        # Asked of the open files, before they are closed: the path may lead to another file by now.
+        """Close all files. Raises ReadError if a file was written to meanwhile."""
+        # The state of the open files: the path may lead to another file by now.
         now = {file: FileState.of(descriptor) for file, descriptor in self._open.items()}
         while self._open:
             os.close(self._open.popitem()[1])
@@ -76,32 +76,33 @@ class FileReader(Reader):
 
     def read(self, file: int, offset: int, buffers: Sequence[memoryview]) -> None:
         descriptor = self._descriptor(file)
-        left = list(buffers)
-        wanted = sum(map(len, left))
-        direct = self._direct_descriptor(file) if self.direct and wanted >= LEAST_DIRECT else None
-        while left:
+        pending = list(buffers)
+        total = sum(map(len, pending))
+        direct = self._direct_descriptor(file) if self.direct and total >= LEAST_DIRECT else None
+        while pending:
             try:
-                count = self._some(descriptor, direct, left, offset)
+                count = self._some(descriptor, direct, pending, offset)
             except OSError as error:
                 raise ReadError(
                     f"reading {self._files[file]} at offset {offset} failed: {error.strerror or error}"
                 ) from error
             if count == 0:
                 raise ReadError(
-                    f"{self._files[file]} ended at offset {offset}, where {sum(map(len, left))} more bytes "
-                    f"were expected (its length was {self._sizes[file]}); was it replaced during the load?"
+                    f"{self._files[file]} ended at offset {offset}, where {sum(map(len, pending))} more "
+                    f"bytes were expected (its length was {self._sizes[file]}); was it replaced "
+                    "during the load?"
                 )
             offset += count
-            # Buffers that are full go; the first that is not begins where the short read has ended.
-            while left and count >= len(left[0]):
-                count -= len(left.pop(0))
+            # Drop full buffers; the first other one continues where the short read ended.
+            while pending and count >= len(pending[0]):
+                count -= len(pending.pop(0))
             if count:
-                left[0] = left[0][count:]
+                pending[0] = pending[0][count:]
 
     def gather(self, file: int, offset: int, rows: Rows, target: memoryview, step: int) -> None:
         descriptor = self._descriptor(file)
         advise(descriptor, offset, rows)
-        # What the vectored call has left is read row by row, which also tells why it could not be copied.
+        # Read the rows that the vectored call did not copy one by one, for their errors.
         for row in range(gather(descriptor, offset, rows, target, step), rows.count):
             self.read(file, offset + row * rows.stride, [target[row * step : row * step + rows.width]])
 
@@ -123,7 +124,7 @@ class FileReader(Reader):
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-                self._refuse()  # some file systems open such a file, and then take no read of it
+                self._refuse()  # some file systems open such a file but refuse reads
         return read_some(descriptor, buffers, offset)
 
     def _bounce(self) -> mmap.mmap:
@@ -133,7 +134,7 @@ class FileReader(Reader):
         return bounce
 
     def _direct_descriptor(self, file: int) -> int | None:
-        # Under the lock, so that two threads that ask for a new file open it once.
+        # The lock ensures that two threads open a new file once.
         with self._lock:
             if file not in self._open_direct:
                 self._open_direct[file] = descriptor = open_direct(self._files[file])
@@ -160,13 +161,13 @@ class FileReader(Reader):
                     raise ReadError(f"{path} cannot be opened: {error.strerror or error}") from error
                 self._open[file] = descriptor
                 if self.cold and hasattr(os, "posix_fadvise"):
-                    # What will be read is announced: reading ahead of it would fetch other ranks' bytes.
+                    # Reads are announced; the kernel's read-ahead would fetch other ranks' bytes.
                     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
                 self._check(file, descriptor)
             return self._open[file]
 
     def _check(self, file: int, descriptor: int) -> None:
-        """Raise ReadError unless an open file is the one whose header was read, and as it was then."""
+        """Raise ReadError unless the open file is unchanged since its header was read."""
         state = FileState.of(descriptor)
         if state.size != self._sizes[file] and file not in self._states:
             self._states[file] = replace(state, size=self._sizes[file])
@@ -180,62 +181,62 @@ class FileReader(Reader):
         )
 
 
-#: Most vectors that one call takes (Linux: UIO_MAXIOV).
-MOST = 1024
-#: The kernel limits one advice to its read-ahead window, 128 KiB unless it is set otherwise.
-ADVICE = 512 << 10
+#: Maximum number of vectors of one call (Linux: UIO_MAXIOV).
+MAX_VECTORS = 1024
+#: Bytes of one advice; the kernel limits it to its read-ahead window, 128 KiB by default.
+ADVICE_BYTES = 512 << 10
 
 Vectors = npt.NDArray[np.uint64]
 
 
 def advise(descriptor: int, offset: int, rows: Rows) -> None:
-    """Ask the kernel to fetch the rows into the page cache; costs little where they are in it."""
+    """Ask the kernel to fetch the rows into the page cache."""
     if not hasattr(os, "posix_fadvise"):
         return
     for start, length in rows.extents():
-        for at in range(start, start + length, ADVICE):
+        for at in range(start, start + length, ADVICE_BYTES):
             os.posix_fadvise(
-                descriptor, offset + at, min(ADVICE, start + length - at), os.POSIX_FADV_WILLNEED
+                descriptor, offset + at, min(ADVICE_BYTES, start + length - at), os.POSIX_FADV_WILLNEED
             )
 
 
 def gather(descriptor: int, offset: int, rows: Rows, target: memoryview, step: int) -> int:
-    """Copy the first rows into ``target``, ``step`` bytes from start to start; returns how many it could.
+    """Copy the first rows into ``target``, ``step`` bytes apart; return their number.
 
-    A caller reads the others one by one, and learns from that why they could not be copied.
+    The caller reads the others one by one, and gets their errors.
     """
     if not vectored():
         return 0
-    # A mapping begins at a page: so it begins before the rows, by `shift` bytes.
+    # A mapping begins at a page, ``shift`` bytes before the rows.
     shift = offset % mmap.ALLOCATIONGRANULARITY
     try:
         mapping = mmap.mmap(
             descriptor, shift + rows.span, mmap.MAP_SHARED, mmap.PROT_READ, offset=offset - shift
         )
-    except (OSError, ValueError):  # no mappings on this file system, or the file is shorter now
+    except (OSError, ValueError):  # no mappings on this file system, or the file has shrunk
         return 0
     with mapping:
         if hasattr(mmap, "MADV_RANDOM"):
-            mapping.madvise(mmap.MADV_RANDOM)  # else the kernel reads around each page that is absent
+            mapping.madvise(mmap.MADV_RANDOM)  # otherwise the kernel reads around each absent page
         source = np.frombuffer(mapping, np.uint8)
         begin = source.ctypes.data + shift
         place = np.frombuffer(target, np.uint8).ctypes.data
-        done = 0
-        while done < rows.count:
-            count = min(MOST, rows.count - done)
-            got = _copy(
-                _vectors(begin + done * rows.stride, rows.stride, rows.width, count),
-                _vectors(place + done * step, step, rows.width, count),
+        copied = 0
+        while copied < rows.count:
+            count = min(MAX_VECTORS, rows.count - copied)
+            nbytes = _copy(
+                _vectors(begin + copied * rows.stride, rows.stride, rows.width, count),
+                _vectors(place + copied * step, step, rows.width, count),
             )
-            done += got // rows.width
-            if got < count * rows.width:
+            copied += nbytes // rows.width
+            if nbytes < count * rows.width:
                 break
-        del source  # a mapping cannot be closed while it is looked at
-    return done
+        del source  # a mapping in use cannot be closed
+    return copied
 
 
 def _vectors(start: int, stride: int, width: int, count: int) -> Vectors:
-    """``count`` times ``struct iovec {address, length}``; one if they follow each other."""
+    """Return ``count`` times ``struct iovec {address, length}``; one if they are adjacent."""
     if stride == width:
         return np.array([[start, count * width]], np.uint64)
     table = np.empty((count, 2), np.uint64)
@@ -245,10 +246,10 @@ def _vectors(start: int, stride: int, width: int, count: int) -> Vectors:
 
 
 def _copy(source: Vectors, target: Vectors) -> int:
-    """Bytes copied within this process, 0 if none could be."""
+    """Copy within this process; return the number of bytes, 0 if it fails."""
     call = ctypes.CDLL(None, use_errno=True).process_vm_readv
     call.restype = ctypes.c_ssize_t
-    got = call(
+    nbytes = call(
         ctypes.c_int(os.getpid()),
         ctypes.c_void_p(target.ctypes.data),
         ctypes.c_ulong(len(target)),
@@ -256,15 +257,15 @@ def _copy(source: Vectors, target: Vectors) -> int:
         ctypes.c_ulong(len(source)),
         ctypes.c_ulong(0),
     )
-    return max(0, int(got))
+    return max(0, int(nbytes))
 
 
 @functools.cache
 def vectored() -> bool:
-    """Whether ``process_vm_readv`` is there and permitted on this process itself."""
+    """Return True if ``process_vm_readv`` exists and is permitted on this process."""
     if not sys.platform.startswith("linux") or not hasattr(ctypes.CDLL(None), "process_vm_readv"):
         return False
     source, target = np.ones(1, np.uint8), np.zeros(1, np.uint8)
-    one = [np.array([[a.ctypes.data, 1]], np.uint64) for a in (source, target)]
-    # Tried, and not looked up: sandboxes forbid the call (seccomp), and some pretend that it went well.
-    return _copy(one[0], one[1]) == 1 and ctypes.get_errno() != errno.ENOSYS and bool(target[0])
+    vectors = [np.array([[a.ctypes.data, 1]], np.uint64) for a in (source, target)]
+    # Tried instead of looked up: sandboxes forbid the call (seccomp), and some pretend that it succeeded.
+    return _copy(vectors[0], vectors[1]) == 1 and ctypes.get_errno() != errno.ENOSYS and bool(target[0])

@@ -1,1 +1,1 @@
-"""Writing checkpoints: files of safetensors, and the one step by which readers go by the new ones."""
+"""Write safetensors checkpoints, and publish them by one rename."""

@@ -22,10 +22,10 @@ LOCK_NAME = "lock"
 
 @contextlib.contextmanager
 def lock_directory(path: Path, timeout: float = LOCK_TIMEOUT_S) -> Iterator[bool | None]:
-    """Hold the lock of saves into ``path``; yield False on a timeout, None if the file system has no locks.
+    """Hold the lock of saves into ``path``; yield False on a timeout.
 
-    The lock is a file, since network file systems lock no directories; a killed process gives it back. Raises
-    OSError, and WriteError for a link in its place.
+    Yields None if the file system has no locks. The lock is a file, since network file systems lock no
+    directories; a killed process releases it. Raises OSError, and WriteError for a link in its place.
     """
     hidden = path / HIDDEN
     end = time.monotonic() + timeout
@@ -37,16 +37,16 @@ def lock_directory(path: Path, timeout: float = LOCK_TIMEOUT_S) -> Iterator[bool
             handle = os.open(hidden / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         except FileNotFoundError:  # another save has just ended and removed the folder
             continue
-        held = _lock(handle)
-        if held is not False and _is_file(hidden / LOCK_NAME, handle):
+        is_locked = _lock(handle)
+        if is_locked is not False and _is_file(hidden / LOCK_NAME, handle):
             break
         os.close(handle)
-        if held is False and time.monotonic() > end:
+        if is_locked is False and time.monotonic() > end:
             yield False
             return
         time.sleep(0.01)
     try:
-        yield held
+        yield is_locked
     finally:
         try:
             (hidden / LOCK_NAME).unlink()
@@ -82,9 +82,9 @@ def write_whole(path: Path, data: bytes, part: Path) -> None:
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
     handle = os.open(part, flags, 0o666)
     try:
-        left = memoryview(data)
-        while left:
-            left = left[os.write(handle, left) :]
+        pending = memoryview(data)
+        while pending:
+            pending = pending[os.write(handle, pending) :]
         os.fsync(handle)
     finally:
         os.close(handle)
@@ -92,12 +92,12 @@ def write_whole(path: Path, data: bytes, part: Path) -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Write the names in a directory to the disk. Raises OSError."""
+    """Sync the names in a directory to the disk. Raises OSError."""
     sync(directory, os.O_DIRECTORY)
 
 
 def sync(path: Path, flags: int = 0) -> None:
-    """Write the bytes of a file to the disk, whichever process wrote them. Raises OSError."""
+    """Sync the bytes of a file to the disk. Raises OSError."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
     try:
         os.fsync(handle)
@@ -110,23 +110,29 @@ def sync(path: Path, flags: int = 0) -> None:
 
 
 def free_space(path: str | os.PathLike[str]) -> int | None:
-    """Bytes that this user may still write at ``path``, which need not be there yet; None where unknown."""
-    place = Path(os.path.abspath(path))  # noqa: PTH100  # links are followed by the call below
+    """Return the bytes that this user may write at ``path``; None if unknown.
+
+    The path need not exist.
+    """
+    place = Path(os.path.abspath(path))  # noqa: PTH100  # the call below follows links
     try:
         while not place.exists() and place != place.parent:
             place = place.parent
-        found = os.statvfs(place)
-    except OSError:  # also of a folder that may not be searched: whoever writes there says what is wrong
+        status = os.statvfs(place)
+    except OSError:  # also for a folder without search permission: writing there reports the error
         return None
-    # Object stores that are mounted have no blocks to count.
-    return found.f_bavail * found.f_frsize if found.f_blocks else None
+    # Mounted object stores have no blocks.
+    return status.f_bavail * status.f_frsize if status.f_blocks else None
 
 
-def check_space(path: str | os.PathLike[str], nbytes: int, what: str) -> None:
-    """Raise WriteError where ``what``, of so many bytes, does not fit on the file system of ``path``."""
+def check_space(path: str | os.PathLike[str], nbytes: int, content: str) -> None:
+    """Raise WriteError if ``nbytes`` do not fit on the file system of ``path``.
+
+    ``content`` names the data in the message.
+    """
     free = free_space(path)
     if free is not None and nbytes > free:
         raise WriteError(
-            f"{os.fspath(path)}: {what} takes {decimal(nbytes)}, and {decimal(free)} are free on this file "
-            "system; free more, or name a directory on another one"
+            f"{os.fspath(path)}: {content} takes {decimal(nbytes)}, and {decimal(free)} are free on this "
+            "file system; free more, or name a directory on another one"
         )

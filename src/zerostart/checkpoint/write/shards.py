@@ -1,4 +1,4 @@
-"""Plan the files of a safetensors checkpoint: every rank computes the same layout from names and shapes."""
+"""Plan the files of a safetensors checkpoint, equal on every rank."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ from zerostart.checkpoint.strict_json import MAX_JSON_BYTES, JsonObject
 from zerostart.errors import CheckpointError, ConfigError
 
 DEFAULT_STEM = "model"
-#: huggingface_hub's units are decimal; the binary ones are an addition.
+#: Units of huggingface_hub, which are decimal, and binary ones.
 _UNITS = {
     "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
     "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
 }  # fmt: skip
-#: Maximum size of the header of one file, in bytes: somewhat less than what is read again.
+#: Maximum size of the header of one file in bytes, less than the limit of readers.
 MAX_HEADER_BYTES = MAX_JSON_BYTES * 7 // 8
-#: `DTYPE_BITS` lists the types in the library's order, which never falls in width above a byte.
+#: Order of types in a file: wide ones first, as `DTYPE_BITS` lists them in reverse.
 _RANK = {dtype: position for position, dtype in enumerate(DTYPE_BITS)}
 
 
 @dataclass(frozen=True)
 class ShardFile:
-    """One file to write."""
+    """File to write."""
 
     name: str
-    #: Its beginning: the length of the JSON, and the JSON.
+    #: First bytes of the file: the length of the JSON, and the JSON.
     header: bytes
-    #: Its length in bytes, header included.
+    #: File size in bytes, header included.
     size: int
 
 
 @dataclass(frozen=True)
 class SaveLayout:
-    """Where every byte of a checkpoint goes."""
+    """Offsets of all tensors of a checkpoint in its files."""
 
     files: tuple[ShardFile, ...]
-    #: By name: ``file`` is a position in ``files``, ``offset`` counts bytes from the start of that file.
+    #: Entries by name: ``file`` is a position in ``files``, ``offset`` counts from the start of that file.
     tensors: Mapping[str, TensorEntry]
-    #: Bytes of all tensors.
+    #: Size of all tensors in bytes.
     total_size: int
     stem: str
     #: Content of ``index_name``; None for a single file.
@@ -52,14 +52,14 @@ class SaveLayout:
 
     @property
     def index_name(self) -> str:
-        """Name of the index file that goes with ``stem``."""
+        """Name of the index file for ``stem``."""
         return f"{self.stem}.safetensors.index.json"
 
 
 def parse_size(size: int | str) -> int:
-    """Return the bytes in ``size``: an integer, or a number with a unit ("5GB" is 5e9, "5GiB" is 5 * 2**30).
+    """Parse a size in bytes: an integer, or a number with a unit.
 
-    Raises ConfigError for anything else, and for less than a byte.
+    "5GB" is 5e9, "5GiB" is 5 * 2**30. Raises ConfigError for anything else, and for less than a byte.
     """
     count = 0
     if isinstance(size, str):
@@ -68,7 +68,7 @@ def parse_size(size: int | str) -> int:
         if match and unit:
             count = int(match[1]) * unit if match[1].isdigit() else int(float(match[1]) * unit)
     elif isinstance(size, SupportsIndex) and not isinstance(size, bool):
-        count = operator.index(size)  # numpy's integers, too
+        count = operator.index(size)  # also numpy's integers
     if count < 1:
         raise ConfigError(
             f"{size!r} is not a size: give bytes, or a number with KB, MB, GB or TB, as in '5GB'"
@@ -84,15 +84,15 @@ def plan_shards(
     total_parameters: int | None = None,
     before: Mapping[str, int] | None = None,
 ) -> SaveLayout:
-    """Distribute (name, dtype in safetensors' spelling, shape) over files as save_pretrained does.
+    """Distribute tensors (name, safetensors dtype, shape) over files as save_pretrained does.
 
-    In the given order each file takes what fits into ``max_shard_size`` bytes of tensors, and into a header
-    that is read again; a larger tensor gets a file of its own. One file is called ``model.safetensors``,
-    several ``model-00001-of-0000N.safetensors`` with an index (``stem`` replaces "model"). ``metadata``
-    goes into each header, {"format": "pt"} by default; ``total_parameters`` into the index, if given.
-    ``before`` has the number of the file that each tensor was read from: where files of that size could have
-    been filled so in some order, which tensors do not tell, they are divided so again.
-    Raises CheckpointError on a name that occurs twice, and on a dtype or a shape that cannot be stored.
+    In the given order each file takes as many tensors as fit into ``max_shard_size`` bytes and into a
+    readable header; a larger tensor gets its own file. One file is called ``model.safetensors``, several
+    ``model-00001-of-0000N.safetensors`` with an index (``stem`` replaces "model"). ``metadata`` is
+    written into each header, {"format": "pt"} by default; ``total_parameters`` into the index, if given.
+    ``before`` has the number of the source file of each tensor: if that division is possible with this
+    size, it is kept. Raises CheckpointError on a repeated name, and on a dtype or shape that cannot be
+    stored.
     """
     limit = parse_size(max_shard_size)
     entries: dict[str, TensorEntry] = {}
@@ -133,7 +133,7 @@ def _filled(entries: Iterable[TensorEntry], limit: int) -> list[list[TensorEntry
         nbytes, header = nbytes + entry.nbytes, header + _header_bytes(entry)
         if current and (nbytes > limit or header > MAX_HEADER_BYTES):
             groups.append(current)
-            # What did not fit begins the next file.
+            # The tensor that did not fit begins the next file.
             current, nbytes, header = [], entry.nbytes, _header_bytes(entry)
         current.append(entry)
     if current or not groups:
@@ -149,25 +149,25 @@ def _header_bytes(entry: TensorEntry) -> int:
 def _as_before(
     entries: Mapping[str, TensorEntry], before: Mapping[str, int], limit: int
 ) -> list[list[TensorEntry]] | None:
-    """The files that ``entries`` come from; None where files of ``limit`` bytes are filled otherwise."""
-    # A tensor that was not read from a file has no place among the old ones.
+    """Return the source files of ``entries``; None if ``limit`` would divide them differently."""
+    # A tensor without a source file has no place among the old ones.
     if not entries or not entries.keys() <= before.keys():
         return None
     groups: dict[int, list[TensorEntry]] = {}
     for entry in entries.values():
         groups.setdefault(before[entry.name], []).append(entry)
-    found = [groups[number] for number in sorted(groups)]
+    files = [groups[number] for number in sorted(groups)]
     filled = 0
-    for group in found:
+    for group in files:
         sizes = [entry.nbytes for entry in group]
-        if len(group) == 1 and sizes[0] > limit:  # has a file of its own, and ends no other
+        if len(group) == 1 and sizes[0] > limit:  # it has its own file, and ends no other
             continue
-        # A file that could have taken even the largest tensor of this one was not filled by this limit.
+        # A file with room for the largest tensor of this one was not filled by this limit.
         if sum(sizes) > limit or 0 < filled <= limit - max(sizes):
             return None
         filled = sum(sizes)
-    headers = (sum(map(_header_bytes, group)) for group in found)
-    return None if any(header > MAX_HEADER_BYTES for header in headers) else found
+    headers = (sum(map(_header_bytes, group)) for group in files)
+    return None if any(header > MAX_HEADER_BYTES for header in headers) else files
 
 
 def _place(
@@ -177,7 +177,7 @@ def _place(
     placed = []
     for number, group in enumerate(groups):
         suffix = "" if len(groups) == 1 else f"-{number + 1:05d}-of-{len(groups):05d}"
-        # safetensors' own order. Wide elements first keeps every tensor aligned to its element.
+        # The order of safetensors: wide elements first keeps every tensor aligned.
         ordered = sorted(group, key=lambda entry: (-_RANK[entry.dtype], entry.name))
         header, size = _header(ordered, metadata)
         files.append(ShardFile(f"{stem}{suffix}.safetensors", header, len(header) + size))

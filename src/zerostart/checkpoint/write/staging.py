@@ -145,11 +145,14 @@ class Staging:
         document = {SAVED_AT: time.time_ns(), **document} if self._marker == MARKER else document
         state, names = "nothing was saved, and the directory is unchanged", dict[str, str]()
         with write_errors(self.path, state):
-            known = document.get("files", {})
+            described_before = document.get("files", {})
             staged = _files_below(self.directory)
             for name in staged:
                 sync(self.directory / name)
-            files = {**known, **{name: known.get(name) or self._describe(name, document) for name in staged}}
+            files = {
+                **described_before,
+                **{name: described_before.get(name) or self._describe(name, document) for name in staged},
+            }
         contents = {"": list(files)} if self._by_document else grouped(files, staged=True)
         # One switch for each content.
         for key, group_files in contents.items():
@@ -267,7 +270,7 @@ class _Planner:
         self._drop(old, lambda found: found == group)
 
     def _plan_companion(self, name: str) -> None:
-        """Plan to rename a file that is not weights, unless a foreign file has its name."""
+        """Plan to rename a file other than weights, unless a foreign file has its name."""
         target = self._path / name
         if not self._exists(name):
             if _is_content(name):
@@ -275,10 +278,10 @@ class _Planner:
             else:
                 self.plan.after.append(name)
             return
-        found = describe(target)["sha256"] if target.is_file() and not target.is_symlink() else ""
-        if found == self._files[name].get("sha256"):
+        old_digest = describe(target)["sha256"] if target.is_file() and not target.is_symlink() else ""
+        if old_digest == self._files[name].get("sha256"):
             return  # keep a file with equal bytes, so that no reader sees it change
-        if (name, found) in self._listed or _is_content(name):
+        if (name, old_digest) in self._listed or _is_content(name):
             self.plan.after.append(name)
         else:
             del self._files[name]
@@ -300,13 +303,13 @@ class _Planner:
         """Return the other contents of the document whose weights still exist."""
         if self.plan.marker != MARKER:
             return {}
-        others = {}
+        contents = {}
         for key, other in self._contents.items():
             files = {name: one for name, one in other["files"].items() if name not in self._files}
             weights = [name for name in files if name.endswith(".safetensors")]
             if key != self._content and any(map(self._exists, weights)):
-                others[key] = {**{n: v for n, v in other.items() if n != "others"}, "files": files}
-        return {"others": others} if others else {}
+                contents[key] = {**{n: v for n, v in other.items() if n != "others"}, "files": files}
+        return {"others": contents} if contents else {}
 
     def _add_token(self, name: str) -> str:
         path = PurePosixPath(name)
@@ -437,11 +440,11 @@ def finish_switched(path: Path) -> None:
 
 
 def _switched_plans(path: Path) -> list[tuple[Path, RenamePlan]]:
-    """Return the plans of saves between their switch and their end, with their staging folders."""
-    found = ((file.with_suffix(""), _read_plan(file)) for file in (path / HIDDEN).glob(f"*{PLAN_SUFFIX}"))
+    """Return staging folders and plans of saves that have switched but not ended."""
+    plans = ((file.with_suffix(""), _read_plan(file)) for file in (path / HIDDEN).glob(f"*{PLAN_SUFFIX}"))
     return [
         (staged, plan)
-        for staged, plan in found
+        for staged, plan in plans
         if plan is not None and plan.is_safe(path) and not os.path.lexists(staged / plan.switch)
         if not (plan.over and os.path.lexists(path / plan.over))
     ]
@@ -494,12 +497,12 @@ def _write_json(path: Path, document: object, indent: int | None = None, sort_ke
 
 
 def _documents(path: Path) -> dict[str, JsonObject]:
-    found = {}
+    saved = {}
     for marker in MARKERS:
         with contextlib.suppress(VerifyError):  # a damaged document lists nothing
             if (document := current(path, marker)) is not None:
-                found[marker] = document
-    return found
+                saved[marker] = document
+    return saved
 
 
 def _remove_empty(folder: Path) -> None:
@@ -528,8 +531,8 @@ def _folders_of(names: Iterable[str]) -> list[str]:
 
 
 def _files_below(directory: Path) -> list[str]:
-    found = [path for path in directory.rglob("*") if not path.is_dir()]
-    return sorted(path.relative_to(directory).as_posix() for path in found)
+    paths = [path for path in directory.rglob("*") if not path.is_dir()]
+    return sorted(path.relative_to(directory).as_posix() for path in paths)
 
 
 @contextlib.contextmanager

@@ -71,7 +71,7 @@ class StoreStaging:
             )
 
     def begin_files(self, folder: str, layout: SaveLayout) -> list[str]:
-        """Return the names in the store of the files of ``layout``, and write their index."""
+        """Return the stored names of the files of ``layout``, and write their index."""
         begin = "" if folder == "." else f"{folder}/"
         (self.directory / folder).mkdir(parents=True, exist_ok=True)
         names = [begin + file.name for file in layout.files]
@@ -95,15 +95,15 @@ class StoreStaging:
         return stored
 
     def hold(self, name: str, writer: ObjectWriter) -> bool:
-        """Keep the upload of ``name`` open until ``complete``, if its end makes readers use it."""
+        """Keep the upload of ``name`` open until ``complete`` if its end publishes it."""
         if name in self._singles:
             self._held.append(writer)
         return name in self._singles
 
     def complete(self, document: dict[str, Any]) -> dict[str, str]:
-        """Publish all files and return the changed names of weights, by their names in the layout.
+        """Publish all files; return the changed names of weights by their layout names.
 
-        ``document`` becomes the one that says what was saved. Raises WriteError.
+        ``document`` becomes the document of the save. Raises WriteError.
         """
         paths = sorted(path for path in self.directory.rglob("*") if path.is_file())
         small = {path.relative_to(self.directory).as_posix(): path for path in paths}
@@ -150,7 +150,7 @@ class StoreStaging:
             writer.close()
 
     def discard(self) -> None:
-        """Delete what was uploaded, unless readers may use it; may be called more than once."""
+        """Delete the uploads unless readers may use them; may be called repeatedly."""
         self._held.clear()
         self._temporary.cleanup()
         if not self._published:
@@ -167,17 +167,17 @@ class StoreStaging:
         return {name for one in contents for name in one["files"] if is_inside(name)}
 
     def _old_files(self, groups: set[str]) -> set[str]:
-        found = {name for name in self._listed() if group_of(name) in groups}
+        files = {name for name in self._listed() if group_of(name) in groups}
         for group in groups:
             folder = PurePosixPath(group).parent
-            found |= {f"{group}.safetensors", f"{group}.safetensors{INDEX}"}
+            files |= {f"{group}.safetensors", f"{group}.safetensors{INDEX}"}
             index = self._read_json(f"{group}.safetensors{INDEX}") or {}
             listed = index.get("weight_map")
-            files = set(listed.values()) if isinstance(listed, dict) else set()
-            found |= {(folder / file).as_posix() for file in files if is_inside(file)}
+            shards = set(listed.values()) if isinstance(listed, dict) else set()
+            files |= {(folder / file).as_posix() for file in shards if is_inside(file)}
             tagged = re.compile(rf"{re.escape(group)}-[0-9a-f]{{12}}(-\d{{5}}-of-\d{{5}})?\.safetensors")
-            found |= {name for name in self._there if tagged.fullmatch(name)}
-        return found & self._there.keys()
+            files |= {name for name in self._there if tagged.fullmatch(name)}
+        return files & self._there.keys()
 
     def _document(self, document: dict[str, Any], small: Mapping[str, Path]) -> dict[str, Any]:
         files: dict[str, Any] = {name: describe(path) for name, path in small.items()}
@@ -193,11 +193,11 @@ class StoreStaging:
             folders = {str(PurePosixPath(name).parent) for name in own if name in names}
             digests = {f: d for f, d in document.get("digests", {}).items() if f in folders}
             contents[key] = {**document, "format": FORMAT, "files": own, "digests": digests, "content": key}
-        others = contents_of(self._documents[MARKER]) if MARKER in self._documents else {}
-        for key, other in others.items():
-            kept = {name: one for name, one in other["files"].items() if name not in files}
-            if key not in contents and any(n in self._there for n in kept if n.endswith(".safetensors")):
-                contents[key] = {**other, "files": kept}
+        old_contents = contents_of(self._documents[MARKER]) if MARKER in self._documents else {}
+        for key, other in old_contents.items():
+            remaining = {name: one for name, one in other["files"].items() if name not in files}
+            if key not in contents and any(n in self._there for n in remaining if n.endswith(".safetensors")):
+                contents[key] = {**other, "files": remaining}
         top, *rest = contents
         return {**contents[top], "others": {key: contents[key] for key in rest}} if rest else contents[top]
 
@@ -206,7 +206,7 @@ class StoreStaging:
         return self._there[name] != len(data) or self._store.read(name) != data
 
     def _read_json(self, name: str) -> dict[str, Any] | None:
-        """Return the JSON object called ``name``; None if there is none or it is damaged."""
+        """Return the JSON object ``name``; None if it is missing or damaged."""
         data = self._store.read(name) if name in self._there else None
         try:
             document = json.loads(data or b"null")
@@ -217,7 +217,7 @@ class StoreStaging:
 
 def _is_document(document: dict[str, Any]) -> bool:
     """True if a JSON object lists files as a document of zerostart does."""
-    others = document.get("others", {})
-    contents = [document, *(others.values() if isinstance(others, dict) else [None])]
+    more = document.get("others", {})
+    contents = [document, *(more.values() if isinstance(more, dict) else [None])]
     has_files = all(isinstance(one, dict) and isinstance(one.get("files"), dict) for one in contents)
     return has_files and "format" in document

@@ -1,8 +1,8 @@
 """Write the files of a safetensors checkpoint from one process or many.
 
-Files are made at full size, and bytes are written at their final offsets in any order.
-On a local file system whole pages bypass the page cache, whose new pages cost more of a core than a fast disk
-takes for their bytes.
+Files are created at full size, and bytes are written at their final offsets in any order. On a local file
+system whole pages bypass the page cache, whose new pages cost more CPU time than a fast disk needs for their
+bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from zerostart.checkpoint.storage.page_cache import direct_suits, file_system
 from zerostart.checkpoint.write.shards import SaveLayout
 from zerostart.errors import CheckpointError, WriteError
 
-#: Bytes from which on a write goes round the page cache: a call waits for the disk each time.
+#: Minimum size of a direct write in bytes: each one waits for the disk.
 DIRECT = 256 << 10
 
 
@@ -36,7 +36,7 @@ class CheckpointWriter:
         self.directory = Path(directory)
         self.layout = layout
         self._durable = durable
-        #: By the file's position and whether it goes round the page cache.
+        #: Handles by file number, and whether they bypass the page cache.
         self._handles: dict[tuple[int, bool], int] = {}
         self._lock = threading.Lock()
 
@@ -61,13 +61,12 @@ class CheckpointWriter:
                 f"{self.directory}: the directory cannot be created: {error.strerror}"
             ) from error
         for position, file in enumerate(self.layout.files):
-            # Full size at once: ranks write their parts in any order, and no space is found missing by
-            # the last alone.
+            # Full size at once: ranks write their parts in any order, and a full disk is found early.
             self._truncate(self._open(position, os.O_CREAT | os.O_TRUNC), position, file.size)
             self._pwrite(memoryview(file.header), 0, position)
 
     def write(self, name: str, data: bytes | bytearray | memoryview, offset: int = 0) -> None:
-        """Write contiguous ``data`` at byte ``offset`` of tensor ``name``; threads may call it at once.
+        """Write contiguous ``data`` at byte ``offset`` of tensor ``name``; thread-safe.
 
         Raises CheckpointError if the layout has no such tensor, or if the bytes do not fit into it.
         """
@@ -75,9 +74,10 @@ class CheckpointWriter:
         self.write_rows(name, view, offset, view.nbytes, 1, 1)
 
     def write_rows(self, name: str, data: memoryview, offset: int, length: int, step: int, rows: int) -> None:
-        """Write ``rows`` of ``length`` bytes, ``step`` bytes apart in ``data`` and in tensor ``name``.
+        """Write ``rows`` of ``length`` bytes, ``step`` bytes apart in ``data`` and the tensor.
 
-        The first goes to byte ``offset``; what lies between them is left alone. Raises as :meth:`write` does.
+        The first goes to byte ``offset``; bytes between rows are unchanged. Raises as :meth:`write`
+        does.
         """
         entry = self.layout.tensors.get(name)
         span = (rows - 1) * step + length
@@ -88,18 +88,18 @@ class CheckpointWriter:
                 "bug in zerostart"
             )
         for begin in (row * step for row in range(rows)):
-            self._put(data[begin : begin + length], entry.offset + offset + begin, entry.file)
+            self._write_pages(data[begin : begin + length], entry.offset + offset + begin, entry.file)
 
     def goes_round(self, nbytes: int) -> bool:
-        """Whether a write of so many bytes goes round the page cache, from memory as :meth:`lead` says."""
+        """Return True if a write of ``nbytes`` bypasses the page cache; see :meth:`lead`."""
         return self._direct and nbytes >= DIRECT
 
     def lead(self, name: str, offset: int) -> int:
-        """Where in a page of memory byte ``offset`` of tensor ``name`` has to lie for that."""
+        """Return the offset in a memory page that a direct write of the tensor needs."""
         return (self.layout.tensors[name].offset + offset) % PAGE
 
     def close(self) -> None:
-        """Close the files of this process, after a sync if durable."""
+        """Sync (if durable) and close the files of this process."""
         synced: set[int] = set()
         while self._handles:
             (position, _), handle = self._handles.popitem()
@@ -138,9 +138,9 @@ class CheckpointWriter:
         return self._durable and direct_suits(file_system(self.directory))
 
     def _open(self, position: int, flags: int = 0, direct: bool = False) -> int:
-        kept = self._handles.get((position, direct and self._direct))
-        if kept is not None:
-            return kept
+        handle_in_use = self._handles.get((position, direct and self._direct))
+        if handle_in_use is not None:
+            return handle_in_use
         path, flags = self.directory / self.layout.files[position].name, os.O_WRONLY | flags
         try:
             handle = open_direct(path, flags) if direct else os.open(path, flags | os.O_CLOEXEC, 0o666)
@@ -149,11 +149,11 @@ class CheckpointWriter:
         if handle is None:
             self._direct = False
             return self._open(position)
-        # Two threads may open the same file at once; the first one's handle stays.
-        kept = self._handles.setdefault((position, direct), handle)
-        if kept != handle:
+        # Two threads may open the same file: the first handle stays.
+        handle_in_use = self._handles.setdefault((position, direct), handle)
+        if handle_in_use != handle:
             os.close(handle)
-        return kept
+        return handle_in_use
 
     def _truncate(self, handle: int, position: int, size: int) -> None:
         try:
@@ -161,10 +161,10 @@ class CheckpointWriter:
         except OSError as error:
             raise self._failure(position, error) from error
 
-    def _put(self, view: memoryview, offset: int, position: int) -> None:
+    def _write_pages(self, view: memoryview, offset: int, position: int) -> None:
         begin, end = whole_pages(view, offset) if self.goes_round(view.nbytes) else (0, 0)
         self._pwrite(view[begin:end], offset + begin, position, True)
-        # Pages that other writes have a part of are put together in the cache.
+        # The page cache joins the parts of shared pages.
         self._pwrite(view[:begin], offset, position)
         self._pwrite(view[end:], offset + end, position)
 
@@ -172,11 +172,11 @@ class CheckpointWriter:
         while view.nbytes:
             handle = self._open(position, direct=direct)
             try:
-                # One call writes 2 GiB at most, and less on some file systems.
-                done = os.pwrite(handle, view, offset)
+                # One call writes at most 2 GiB, and less on some file systems.
+                count = os.pwrite(handle, view, offset)
             except OSError as error:
-                if direct and error.errno == errno.EINVAL:  # the device wants larger blocks
+                if direct and error.errno == errno.EINVAL:  # the device needs larger blocks
                     self._direct = direct = False
                     continue
                 raise self._failure(position, error) from error
-            view, offset = view[done:], offset + done
+            view, offset = view[count:], offset + count
