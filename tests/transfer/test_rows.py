@@ -8,7 +8,6 @@ import torch
 from safetensors.torch import save_file
 
 from zerostart.checkpoint.source import open_catalog
-from zerostart.checkpoint.storage import reader as readers
 from zerostart.errors import ReadError
 from zerostart.geometry.layout import Layout, dimension_shard, flat_partition
 from zerostart.recipe import Recipe, SymbolicTensor, Target
@@ -16,14 +15,6 @@ from zerostart.transfer import FileReader, Progress, Rows, execute
 from zerostart.transfer.planning import Destination, Plan, join
 
 WORLD = 3
-
-
-@pytest.fixture(params=[True, False], ids=["vectored", "row by row"])
-def vectored(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether the kernel lets many rows be copied at once: a sandbox may forbid it."""
-    if not request.param:
-        monkeypatch.setattr(readers, "vectored", lambda: False)
-    return bool(request.param)
 
 
 def planned(path: Path, symbolic: torch.Tensor, layout: Layout, dtype: torch.dtype, direct: bool) -> Plan:
@@ -39,7 +30,7 @@ def filled(plan: Plan) -> torch.Tensor:
     return storage
 
 
-def test_columns(tmp_path: Path, vectored: bool) -> None:
+def test_columns(tmp_path: Path) -> None:
     whole = torch.randn(301, 1000)
     path = tmp_path / "model.safetensors"
     save_file({"w": whole}, path)
@@ -55,7 +46,7 @@ def test_columns(tmp_path: Path, vectored: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("direct", [True, False])
-def test_columns_beside_columns(tmp_path: Path, vectored: bool, dtype: torch.dtype, direct: bool) -> None:
+def test_columns_beside_columns(tmp_path: Path, dtype: torch.dtype, direct: bool) -> None:
     """The rows of one source are apart in the destination too, and with a cast they go through staging."""
     a, b = torch.randn(70, 900), torch.randn(70, 900)
     path = tmp_path / "model.safetensors"
@@ -69,7 +60,7 @@ def test_columns_beside_columns(tmp_path: Path, vectored: bool, dtype: torch.dty
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_transposed_experts(tmp_path: Path, vectored: bool, dtype: torch.dtype) -> None:
+def test_transposed_experts(tmp_path: Path, dtype: torch.dtype) -> None:
     stored = torch.randn(3, 640, 700).to(torch.bfloat16)
     path = tmp_path / "model.safetensors"
     save_file({"w": stored}, path)
@@ -82,7 +73,7 @@ def test_transposed_experts(tmp_path: Path, vectored: bool, dtype: torch.dtype) 
         assert torch.equal(filled(plan)[:count], expected[first : first + count])
 
 
-def test_one_column(tmp_path: Path, vectored: bool) -> None:
+def test_one_column(tmp_path: Path) -> None:
     whole = torch.randn(3000, 600)
     path = tmp_path / "model.safetensors"
     save_file({"w": whole}, path)
@@ -92,10 +83,10 @@ def test_one_column(tmp_path: Path, vectored: bool) -> None:
     assert torch.equal(filled(plan), whole[:, 17])
 
 
-def test_rows_beyond_the_end_name_file_and_offset(tmp_path: Path, vectored: bool) -> None:
+def test_rows_beyond_the_end_name_file_and_offset(tmp_path: Path) -> None:
     path = tmp_path / "model.bin"
     path.write_bytes(os.urandom(20_000))
-    ended = pytest.raises(ReadError, match=rf"{path} ended at offset 15000")
+    ended = pytest.raises(ReadError, match=rf"{path} ended at offset 12000")
     with ended, FileReader([str(path)], [20_000]) as reader:
         reader.gather(0, 0, Rows(4, 100, 5000), memoryview(bytearray(400)), 100)
         os.truncate(path, 12_000)

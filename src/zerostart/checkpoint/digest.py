@@ -66,7 +66,7 @@ class Digests:
         self._note(name, lanes_of(octets, first * bits // 8))
 
     def add_rows(self, name: str, first: int, step: int, data: torch.Tensor) -> None:
-        """Add rows of ``data`` [rows, count]; row ``k`` begins at ``first + k * step``."""
+        """Add ``data`` [rows, count]; row ``k`` begins at ``first + k * step``."""
         bits = self._bits(name)
         rows, count = data.shape
         if step == count or rows == 1:

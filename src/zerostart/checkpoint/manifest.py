@@ -40,7 +40,7 @@ _STAGED = re.compile(WEIGHTS.pattern.replace("(-[0-9a-f]{12})?", ""))
 
 
 def is_inside(name: object) -> bool:
-    """Return True if a name in a document, which may be hostile, is below its directory."""
+    """Return True if a (possibly hostile) name is below its directory."""
     if not isinstance(name, str) or name.startswith("/") or re.search("[\0\ud800-\udfff]", name):
         return False
     return not {"", ".", ".."} & set(name.split("/"))
@@ -111,7 +111,10 @@ def group_of(name: str, staged: bool = False) -> str:
 
 
 def grouped(names: Iterable[str], staged: bool = False) -> dict[str, list[str]]:
-    """Group files by content: weights by folder and stem, others with the weights next to them."""
+    """Group files by content: weights by folder and stem.
+
+    Other files join the weights next to them.
+    """
     groups: dict[str, list[str]] = {}
     companions = []
     for name in sorted(names):

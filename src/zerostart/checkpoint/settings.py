@@ -95,7 +95,7 @@ def _fetch(files: Storage, names: Sequence[str], directory: Path) -> None:
 
 @contextlib.contextmanager
 def whole_copy(catalog: Catalog) -> Iterator[str]:
-    """Yield the directory of a checkpoint, or of a temporary copy if it is at a URL.
+    """Yield the directory of a checkpoint, or a temporary copy of a URL.
 
     Raises ReadError, and OSError if there is no room.
     """

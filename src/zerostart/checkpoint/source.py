@@ -97,11 +97,11 @@ _WEIGHTS = (("*.safetensors",), ("*.bin", "*.pt", "*.pth", "*.ckpt"))
 def present(
     source: str | os.PathLike[str] | Files, classes: Collection[str] = ()
 ) -> str | os.PathLike[str] | Files:
-    """Fetch ``source`` if it is a hub id outside the local cache, and return it."""
+    """Fetch ``source`` if it is an uncached hub id, and return it."""
     if isinstance(source, str) and not scheme_of(source) and _may_be_hub_id(source):
         from huggingface_hub import constants
 
-        # Offline, opening it reports what is missing.
+        # Offline, the caller reports a missing model.
         if not constants.HF_HUB_OFFLINE:
             download(source, classes)
     return source

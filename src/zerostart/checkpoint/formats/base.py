@@ -104,7 +104,7 @@ def catalog_at(path: Path, classes: Collection[str] = ()) -> Catalog:
 
     Weights and config file are those of one save. Raises as ``Format.describe`` does.
     """
-    # The model of a training state is a folder with saves of its own.
+    # The model of a training state is saved as a separate folder.
     folders = (path, path.parent) if path.is_dir() else (path.parent,)
     for _ in range(TRIES):
         for folder in folders:

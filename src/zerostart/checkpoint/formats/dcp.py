@@ -64,24 +64,24 @@ class TorchDistributed(TrainingFormat):
             value = read_inert_pickle(handle.read(size, 0), str(path))
         described = _described(value, path)
         stored, pickled = _stored(directory, value, described, files)
-        found = TrainingContents()
-        found.add(stored.values())
+        contents = TrainingContents()
+        contents.add(stored.values())
         for key, name in _names(described, value, path).items():
             shape, dtype, boxes = described[key]
             parts = [(stored[key, origin], origin) for origin in boxes if (key, origin) in stored]
             # A scalar state is a counter such as `step`: its value is read now, and no tensor is planned.
             kind, _, parameter = name.partition(STATE)
             if parameter and shape == () and len(parts) == 1:
-                found.numbers.setdefault(kind, {})[parameter] = files.number(parts[0][0])
+                contents.numbers.setdefault(kind, {})[parameter] = files.number(parts[0][0])
             else:
-                found.assembled[name] = from_boxes(name, shape, dtype, parts)
+                contents.assembled[name] = from_boxes(name, shape, dtype, parts)
         # A setting may be a tensor, such as the learning rate of a captured graph.
         for (key, _), entry in stored.items():
             route = _route(_routes(value).get(key), key)
             if _is_setting(route) and entry.shape == ():
                 pickled[key] = files.number(entry)
-        _add_groups(value, pickled, found)
-        return found
+        _add_groups(value, pickled, contents)
+        return contents
 
 
 def _is_setting(route: Sequence[str]) -> bool:
@@ -89,7 +89,7 @@ def _is_setting(route: Sequence[str]) -> bool:
     return flat or (len(route) == 4 and route[1] == "param_groups")
 
 
-def _add_groups(value: InertObject, pickled: Mapping[str, Any], found: TrainingContents) -> None:
+def _add_groups(value: InertObject, pickled: Mapping[str, Any], contents: TrainingContents) -> None:
     """Add parameter groups from entries such as ``optim.param_groups.0.lr``."""
     groups: dict[Any, dict[str, object]] = {}
     flat_groups: dict[str, dict[str, object]] = {}
@@ -100,12 +100,12 @@ def _add_groups(value: InertObject, pickled: Mapping[str, Any], found: TrainingC
         elif len(route) == 2 and (flat := _flat(route[1], _FLAT_GROUPS)) is not None:
             flat_groups.setdefault(flat[0], {})[flat[1]] = item
         elif len(route) == 2 and type(item) in (int, float) and (flat := _flat(route[1], _FLAT_STATE)):
-            found.numbers.setdefault(flat[1], {})[flat[0]] = item
-    found.groups += [ParameterGroup(settings, (name,)) for name, settings in flat_groups.items()]
+            contents.numbers.setdefault(flat[1], {})[flat[0]] = item
+    contents.groups += [ParameterGroup(settings, (name,)) for name, settings in flat_groups.items()]
     for group in groups.values():
         names = group.pop("params", None)
         if type(names) is list:
-            found.groups.append(ParameterGroup(group, names_of(names)))
+            contents.groups.append(ParameterGroup(group, names_of(names)))
 
 
 def _flat(name: str, kind: str) -> tuple[str, str] | None:

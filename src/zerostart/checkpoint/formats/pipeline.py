@@ -54,9 +54,9 @@ def is_pipeline(path: Path) -> bool:
 
 
 def components(root: Path) -> tuple[Component, ...] | None:
-    """Return the models of the pipeline in ``root`` in index order; None for no pipeline.
+    """Return the models of the pipeline in ``root`` in index order.
 
-    Raises CheckpointError if the index is not a JSON object.
+    None if there is no index. Raises CheckpointError if the index is not a JSON object.
     """
     if not is_pipeline(root):
         return None

@@ -48,7 +48,7 @@ DEEPSPEED, FSDP = "pytorch_model", "pytorch_model_fsdp"
 
 
 class SavedState(Format):
-    """Model of a zerostart training state, in the directory or in accelerate's folder in it."""
+    """Model of a zerostart training state, possibly in accelerate's folder."""
 
     name = "state"
 
@@ -137,12 +137,12 @@ def _catalog(path: Path | str, storage: Storage | None, document: JsonObject, fo
 
 
 def is_stored_state(storage: Storage) -> bool:
-    """Return True if the URL is a training state, whose model has its own folder."""
+    """Return True if a URL is a training state."""
     return bool(storage.folder) and not storage.asked and STATE_MARKER in storage.names()
 
 
 def is_state_alone(storage: Storage) -> bool:
-    """Return True if the URL is a training state without weights next to its document."""
+    """Return True if a URL is a training state without weights next to it."""
     return is_stored_state(storage) and not {*STANDARD_NAMES} & {*storage.names()}
 
 
@@ -202,5 +202,5 @@ def tell_of_newer(directory: Path, own: Path) -> None:
 
 
 def is_tag(name: str) -> bool:
-    """Return True if ``name`` can be a folder next to the file that names it."""
+    """Return True if ``name`` can be a folder next to its file."""
     return name not in ("", ".", "..") and "/" not in name and "\\" not in name and "\0" not in name

@@ -41,7 +41,7 @@ _CONVERT = (
 def read_torch_file(
     path: str | os.PathLike[str], file_index: int = 0, opened: Opener = open_regular
 ) -> tuple[list[TensorEntry], dict[str, str], int]:
-    """Return the entries of one torch file in state dict order, notes, and its size.
+    """Return the entries of a torch file in state dict order, notes, and its size.
 
     Raises CheckpointNotFoundError if there is no such file, CheckpointError if it is not a zip archive of
     torch, holds anything but plain tensors and containers, or contradicts itself, ReadError if reading

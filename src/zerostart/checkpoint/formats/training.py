@@ -166,14 +166,14 @@ def check_whole(assembled: Mapping[str, Assembled]) -> None:
                 f"tensor {name} has {prod(shape)} elements, but the files hold {have}: a file is missing, "
                 "is there twice, or belongs to another job"
             )
-        if len(tensor.pieces) > 1 and not _apart(tensor.pieces):
+        if len(tensor.pieces) > 1 and not _are_disjoint(tensor.pieces):
             raise CheckpointError(
                 f"two parts of tensor {name} fill the same elements, and other elements stay empty: the "
                 "files belong to two jobs, or are damaged"
             )
 
 
-def _apart(pieces: Sequence[Piece]) -> bool:
+def _are_disjoint(pieces: Sequence[Piece]) -> bool:
     """Return True if no two pieces have a common element."""
     # Sorted by the first dimension, so that a box is compared only with those that begin before its end.
     boxes = sorted((piece.origin, piece.extent) for piece in pieces)
@@ -290,7 +290,10 @@ class TrainingFormat(Format):
         """
 
     def recognises(self, path: Path) -> bool:
-        """Return True for such files in ``path`` or a directory it names, without whole weights."""
+        """Return True for such files in ``path`` or a directory that it names.
+
+        Whole weights in ``path`` take precedence.
+        """
         if not path.is_dir() or has_weights(path):
             return False
         # Only names and small files are read here, no pickle.
@@ -342,9 +345,9 @@ def training_states(directory: Path) -> tuple[TrainingContents, Catalog, Catalog
 
 
 def stock_time(directory: Path) -> tuple[Path, float] | None:
-    """Return the path of such a checkpoint and the time of its last file, in seconds.
+    """Return the path of such a checkpoint and the time of its last file.
 
-    None if ``directory`` has none. Raises the errors of the search.
+    The time is in seconds; None if ``directory`` has none. Raises the errors of the search.
     """
     located = _locate(directory)
     if located is None:
@@ -426,6 +429,6 @@ def _locate(directory: Path, depth: int = 0) -> tuple[Path, TrainingFormat] | No
 
 
 def _root(directory: Path, located: Path) -> str:
-    """Find the directory with the config file: that of the weights, or one above it."""
+    """Find the directory with the config file: that of the weights, or a parent."""
     places = [directory, located, *located.parents[:2]]
     return str(next((place for place in places if (place / CONFIG_NAME).is_file()), directory))

@@ -56,7 +56,7 @@ class Weights(Format):
         return True
 
     def describe(self, path: Path, classes: Collection[str]) -> Catalog:
-        """Return the catalog of the file at ``path``, or of the directory's index or only file."""
+        """Return the catalog of a file, or of a directory's index or only file."""
         # A save may replace files between listing and opening: the index or single file has then changed, and
         # the directory is listed again.
         for _ in range(TRIES):

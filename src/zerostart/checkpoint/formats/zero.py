@@ -57,7 +57,7 @@ class Zero(TrainingFormat):
         Raises CheckpointError for files that are incomplete or of several jobs.
         """
         states = read_model_states(directory, files)
-        contents = states.found
+        contents = states.contents
         ranks = [
             _Rank.read(path, number, files) for number, path in enumerate(by_rank(directory, _OPTIMIZER))
         ]
@@ -87,7 +87,7 @@ class Zero(TrainingFormat):
 class Base:
     """Optimizer that ZeRO wraps: states of each buffer, and settings of the groups."""
 
-    held: Sequence[dict[str, Any]]
+    buffer_states: Sequence[dict[str, Any]]
     grouped: Sequence[int]
     settings: Sequence[dict[str, Any]]
     place: Placing
@@ -100,15 +100,15 @@ class Base:
             return cls((), (), (), place)
         groups = [group for group in base.get("param_groups") or () if isinstance(group, dict)]
         numbers = [(n, g) for g, group in enumerate(groups) for n in group.get("params") or ()]
-        held = [base["state"].get(n) for n, _ in numbers]
-        if any(not isinstance(item, dict) for item in held):  # no step was taken
-            held = []
+        buffer_states = [base["state"].get(n) for n, _ in numbers]
+        if any(not isinstance(item, dict) for item in buffer_states):  # no step was taken
+            buffer_states = []
         settings = [{k: v for k, v in group.items() if k != "params"} for group in groups]
-        return cls(held, [g for _, g in numbers], settings, place)
+        return cls(buffer_states, [g for _, g in numbers], settings, place)
 
     def step(self, files: PartFiles) -> float:
         """Return the optimizer step of the first buffer; 0 if unknown."""
-        value = self.held[0].get("step") if self.held else None
+        value = self.buffer_states[0].get("step") if self.buffer_states else None
         if value is None and self.settings:
             value = self.settings[0].get("step")
         if type(value) is StoredTensor and value.shape == ():
@@ -117,30 +117,30 @@ class Base:
 
     def like(self, shapes: Sequence[tuple[int, ...]]) -> dict[str, list[StoredTensor]]:
         """Return the states, by name, whose buffers have the ``shapes`` of the masters."""
-        if len(self.held) != len(shapes):
+        if len(self.buffer_states) != len(shapes):
             return {}
         return {
-            str(key): [item[key] for item in self.held]
-            for key in (self.held[0] if self.held else ())
-            if all(type(item.get(key)) is StoredTensor for item in self.held)
-            and all(item[key].shape == shape for item, shape in zip(self.held, shapes, strict=True))
+            str(key): [item[key] for item in self.buffer_states]
+            for key in (self.buffer_states[0] if self.buffer_states else ())
+            if all(type(item.get(key)) is StoredTensor for item in self.buffer_states)
+            and all(item[key].shape == shape for item, shape in zip(self.buffer_states, shapes, strict=True))
         }
 
-    def describe(self, found: TrainingContents, states: ModelStates, files: PartFiles) -> None:
+    def describe(self, contents: TrainingContents, states: ModelStates, files: PartFiles) -> None:
         """Add the scalar states and the groups."""
         # A group of stage 3 has several buffers, its sub-groups; ``states.groups`` lists the sub-groups.
-        for item, shapes in zip(self.held, states.groups, strict=False):
+        for item, shapes in zip(self.buffer_states, states.groups, strict=False):
             for key, value in item.items():
                 if type(value) is StoredTensor and value.shape == ():
                     value = files.number(self.place(str(key), value))
                 if type(value) in (int, float):
-                    found.numbers.setdefault(str(key), {}).update(dict.fromkeys(shapes, float(value)))
+                    contents.numbers.setdefault(str(key), {}).update(dict.fromkeys(shapes, float(value)))
         for group, settings in enumerate(self.settings):
             names_of_buffers = [
                 names for names, own in zip(states.groups, self.grouped, strict=False) if own == group
             ]
             names_of_group = tuple(name for names in names_of_buffers for name in names)
-            found.groups.append(ParameterGroup(files.settings(settings, self.place), names_of_group))
+            contents.groups.append(ParameterGroup(files.settings(settings, self.place), names_of_group))
 
 
 @dataclass(frozen=True)
@@ -275,7 +275,7 @@ _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 class ModelStates:
     """Contents of the model state files, and shapes of the trained parameters."""
 
-    found: TrainingContents
+    contents: TrainingContents
     #: Shapes of trained parameters, by their groups.
     groups: tuple[Mapping[str, tuple[int, ...]], ...]
 
@@ -285,19 +285,19 @@ class ModelStates:
         return {name: shape for group in self.groups for name, shape in group.items()}
 
 
-def _add_whole(found: TrainingContents, name: str, entry: TensorEntry) -> None:
-    found.add([entry])
+def _add_whole(contents: TrainingContents, name: str, entry: TensorEntry) -> None:
+    contents.add([entry])
     boxes = [(entry, (0,) * len(entry.shape))]
-    found.assembled[name] = from_boxes(name, entry.shape, entry.dtype, boxes)
+    contents.assembled[name] = from_boxes(name, entry.shape, entry.dtype, boxes)
 
 
-def add_ties(found: TrainingContents) -> TrainingContents:
+def add_ties(contents: TrainingContents) -> TrainingContents:
     """Add tied parameters under all of their names."""
-    for name, other in found.ties.items():
-        if other in found.assembled:
-            # Replace what is stored under the name: a universal checkpoint has the rounded value there.
-            found.assembled[name] = replace(found.assembled[other], name=name)
-    return found
+    for name, other in contents.ties.items():
+        if other in contents.assembled:
+            # A universal checkpoint has a rounded value under this name: replace it.
+            contents.assembled[name] = replace(contents.assembled[other], name=name)
+    return contents
 
 
 def read_model_states(directory: Path, files: PartFiles) -> ModelStates:
@@ -402,7 +402,7 @@ def _shapes(group: object) -> dict[str, tuple[int, ...]]:
 
 
 def _pairs(value: Any) -> Iterator[tuple[Any, object]]:
-    """Yield the items of a dictionary, or of the list of pairs in older versions."""
+    """Yield the items of a dictionary, or of a list of pairs (older versions)."""
     yield from value.items() if isinstance(value, dict) else value
 
 
@@ -422,7 +422,7 @@ class Universal(TrainingFormat):
         Raises CheckpointError for files that ds_to_universal.py does not write.
         """
         states = read_model_states(directory, files)
-        contents, shapes = states.found, states.shapes
+        contents, shapes = states.contents, states.shapes
         for folder in sorted(entry for entry in (directory / "zero").iterdir() if entry.is_dir()):
             name = folder.name
             for path in sorted(folder.glob("*.pt")):
@@ -447,17 +447,17 @@ class Universal(TrainingFormat):
         return add_ties(contents)
 
 
-def _add_groups(path: Path, states: ModelStates, found: TrainingContents, files: PartFiles) -> None:
+def _add_groups(path: Path, states: ModelStates, contents: TrainingContents, files: PartFiles) -> None:
     value, place = files.torch_file(path) if path.is_file() else (None, None)
     if not isinstance(value, dict) or place is None:
         return
     base = Base.of(value, place)
-    base.describe(found, states, files)
+    base.describe(contents, states, files)
     groups = () if base.settings else value.get("param_groups") or ()
     for settings, shapes in zip(groups, states.groups, strict=False):
         if isinstance(settings, dict):
             plain_settings = {key: item for key, item in settings.items() if key != "params"}
-            found.groups.append(ParameterGroup(files.settings(plain_settings, place), tuple(shapes)))
+            contents.groups.append(ParameterGroup(files.settings(plain_settings, place), tuple(shapes)))
 
 
 def _shaped(key: str, entry: TensorEntry, shape: tuple[int, ...], path: Path) -> Assembled:

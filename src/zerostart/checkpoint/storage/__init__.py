@@ -1,4 +1,4 @@
-"""Storages that hold the bytes of a checkpoint: local files, memory, object stores and web servers."""
+"""Storages of checkpoints: local files, memory, object stores and web servers."""
 
 from zerostart.checkpoint.paths import scheme_of
 from zerostart.checkpoint.storage.base import (

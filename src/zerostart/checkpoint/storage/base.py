@@ -36,7 +36,7 @@ class Rows:
 
     @property
     def span(self) -> int:
-        """Number of bytes from the start of the first row to the end of the last."""
+        """Number of bytes from the first row's start to the last row's end."""
         return (self.count - 1) * self.stride + self.width
 
     def extents(self) -> Iterator[tuple[int, int]]:
@@ -159,9 +159,10 @@ class Storage(ABC):
 
     @classmethod
     def at(cls, source: str) -> Storage:
-        """Open the storage at a URL, with its files in order; called on one rank.
+        """Open the storage at a URL, with its files in order.
 
-        Raises CheckpointNotFoundError if nothing is there, ReadError if a request fails.
+        One rank calls it. Raises CheckpointNotFoundError if nothing is there, ReadError if a request
+        fails.
         """
         raise NotImplementedError(f"{cls.__name__} is not reached by a URL")
 
@@ -215,7 +216,7 @@ class Storage(ABC):
         return self.sizes[file]
 
     def kept(self, used: Iterable[int] = ()) -> Storage:
-        """Return what is needed to read the files ``used`` again after the load.
+        """Return what is needed to read the files ``used`` again later.
 
         The result keeps no file open.
         """

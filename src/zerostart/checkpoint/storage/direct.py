@@ -24,7 +24,7 @@ BOUNCE_BYTES = 2 << 20
 
 
 def open_direct(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int | None:
-    """Open a file for direct access; return None if the file system does not support it.
+    """Open a file for direct access; return None if that is unsupported.
 
     Raises OSError.
     """
@@ -61,7 +61,7 @@ def read_direct(
 
 
 def whole_pages(view: memoryview, offset: int) -> tuple[int, int]:
-    """Return the range of ``view`` that is whole pages if it is written at ``offset``.
+    """Return the range of ``view`` that is whole pages when written at ``offset``.
 
     Empty if memory and file have different offsets in their pages.
     """

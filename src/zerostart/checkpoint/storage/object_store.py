@@ -151,8 +151,8 @@ class ObjectFiles(Storage):
         return Residency(self.root.partition(":")[0], None, True, depth=MAX_REQUESTS, buffer=THREAD_BYTES)
 
     def identity(self, file: int) -> Hashable:
-        found = self._find(self._key(self.files[file]))
-        return None if found is None else found.mark
+        metadata = self._find(self._key(self.files[file]))
+        return None if metadata is None else metadata.mark
 
     def changed(self, before: Hashable, now: Hashable) -> str:
         return "was removed" if now is None else f"was replaced: its ETag is {now} and was {before}"
@@ -251,22 +251,22 @@ class ObjectFiles(Storage):
             answers = dict(zip(unique_keys, pool.map(request, unique_keys), strict=True))
         return {key: one for key, one in answers.items() if one is not None}
 
-    def _with_files(self, found: Mapping[str, Found]) -> Self:
+    def _with_files(self, objects: Mapping[str, Found]) -> Self:
         return replace(
             self,
-            files=tuple(f"{self.root}{key}" for key in found),
-            sizes=tuple(one.size for one in found.values()),
-            identities=tuple(one.mark for one in found.values()),
+            files=tuple(f"{self.root}{key}" for key in objects),
+            sizes=tuple(one.size for one in objects.values()),
+            identities=tuple(one.mark for one in objects.values()),
         )
 
     def _open_folder(
         self, folder: str, known_objects: Mapping[str, Found] | None = None, name: str = ""
     ) -> Storage:
         begin = f"{folder}/" if folder else ""
-        found, refused = dict(known_objects or {}), list[ReadError]()
+        objects, refused = dict(known_objects or {}), list[ReadError]()
         listed = self._list(folder)
         if listed is not None:
-            found |= {key: one for key, one in listed.items() if key not in found}
+            objects |= {key: one for key, one in listed.items() if key not in objects}
         else:
 
             def find(key: str) -> Found | None:
@@ -277,10 +277,10 @@ class ObjectFiles(Storage):
                     return None
 
             names = (f"{begin}{name}" for name in (*STANDARD_NAMES, *USUAL_SETTINGS))
-            found |= self._request_all((key for key in names if key not in found), find)
-            if refused and not found:
+            objects |= self._request_all((key for key in names if key not in objects), find)
+            if refused and not objects:
                 raise refused[0]
-        return replace(self._with_files(found), folder=f"{self.root}{folder}".removesuffix("/"), asked=name)
+        return replace(self._with_files(objects), folder=f"{self.root}{folder}".removesuffix("/"), asked=name)
 
 
 class ObjectReader(Reader):

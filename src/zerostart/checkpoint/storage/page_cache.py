@@ -18,7 +18,7 @@ SAMPLES = 64
 
 
 def file_system(path: str | os.PathLike[str]) -> str:
-    """Return the type of the file system of ``path``, such as ``ext4``; empty if unknown.
+    """Return the file system type of ``path``, such as ``ext4``; empty if unknown.
 
     Source: ``/proc/self/mountinfo``, see proc(5); several mounts of one device have one type.
     """
@@ -36,12 +36,12 @@ def file_system(path: str | os.PathLike[str]) -> str:
 
 
 def direct_suits(kind: str) -> bool:
-    """Return True if direct reads and writes may be faster on this file system type."""
+    """Return True if direct access may be faster on this file system type."""
     return bool(kind) and kind not in NETWORK and kind not in MEMORY and hasattr(os, "O_DIRECT")
 
 
 def resident_share(files: Sequence[str]) -> float:
-    """Sample the share of the files' bytes in the page cache, from 0 to 1.
+    """Sample the share of the files in the page cache, from 0 to 1.
 
     Files that cannot be opened count as absent: the reader raises the error.
     """

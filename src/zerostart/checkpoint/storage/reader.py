@@ -1,26 +1,14 @@
-"""Positioned reads from local files, and gathers of equally spaced rows.
-
-A call for each row costs more than the copy and holds the interpreter's lock. So the span is mapped, and
-``process_vm_readv`` (Linux; see its manual page) copies up to 1024 rows out of the mapping at once. Unlike an
-access to the mapping, it reports an unreadable page as an error and not as a fatal signal. Where the call is
-not permitted, each row is read separately.
-"""
+"""Positioned reads from local files, and gathers of equally spaced rows."""
 
 from __future__ import annotations
 
-import ctypes
 import errno
-import functools
 import mmap
 import os
-import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from types import TracebackType
-
-import numpy as np
-import numpy.typing as npt
 
 from zerostart.checkpoint.storage.base import Reader, Rows
 from zerostart.checkpoint.storage.direct import BOUNCE_BYTES, open_direct, read_direct
@@ -75,10 +63,12 @@ class FileReader(Reader):
                 raise self._changed(file, state, "while it was read, which may be a mixture")
 
     def read(self, file: int, offset: int, buffers: Sequence[memoryview]) -> None:
+        is_large = sum(map(len, buffers)) >= LEAST_DIRECT
+        direct = self._direct_descriptor(file) if self.direct and is_large else None
+        self._fill(file, offset, list(buffers), direct)
+
+    def _fill(self, file: int, offset: int, pending: list[memoryview], direct: int | None) -> None:
         descriptor = self._descriptor(file)
-        pending = list(buffers)
-        total = sum(map(len, pending))
-        direct = self._direct_descriptor(file) if self.direct and total >= LEAST_DIRECT else None
         while pending:
             try:
                 count = self._some(descriptor, direct, pending, offset)
@@ -100,11 +90,18 @@ class FileReader(Reader):
                 pending[0] = pending[0][count:]
 
     def gather(self, file: int, offset: int, rows: Rows, target: memoryview, step: int) -> None:
-        descriptor = self._descriptor(file)
-        advise(descriptor, offset, rows)
-        # Read the rows that the vectored call did not copy one by one, for their errors.
-        for row in range(gather(descriptor, offset, rows, target, step), rows.count):
-            self.read(file, offset + row * rows.stride, [target[row * step : row * step + rows.width]])
+        advise(self._descriptor(file), offset, rows)
+        gap = rows.stride - rows.width
+        if gap > MAX_COPIED_GAP_BYTES:
+            super().gather(file, offset, rows, target, step)
+            return
+        # One call reads many rows, and the gaps between them into one buffer that stays in the CPU's cache.
+        skipped = memoryview(bytearray(gap))
+        for first in range(0, rows.count, MAX_ROWS):
+            buffers = []
+            for row in range(first, min(first + MAX_ROWS, rows.count)):
+                buffers += [target[row * step : row * step + rows.width], skipped]
+            self._fill(file, offset + first * rows.stride, buffers[:-1], None)
 
     def announce(self, file: int, offset: int, rows: Rows) -> None:
         if self.cold and not self.direct:
@@ -181,12 +178,12 @@ class FileReader(Reader):
         )
 
 
-#: Maximum number of vectors of one call (Linux: UIO_MAXIOV).
-MAX_VECTORS = 1024
+#: Rows of one call, which takes at most 1024 buffers (Linux: UIO_MAXIOV).
+MAX_ROWS = 512
+#: Largest gap between rows that is copied, in bytes; a call for each row is faster beyond it.
+MAX_COPIED_GAP_BYTES = 32 << 10
 #: Bytes of one advice; the kernel limits it to its read-ahead window, 128 KiB by default.
 ADVICE_BYTES = 512 << 10
-
-Vectors = npt.NDArray[np.uint64]
 
 
 def advise(descriptor: int, offset: int, rows: Rows) -> None:
@@ -198,74 +195,3 @@ def advise(descriptor: int, offset: int, rows: Rows) -> None:
             os.posix_fadvise(
                 descriptor, offset + at, min(ADVICE_BYTES, start + length - at), os.POSIX_FADV_WILLNEED
             )
-
-
-def gather(descriptor: int, offset: int, rows: Rows, target: memoryview, step: int) -> int:
-    """Copy the first rows into ``target``, ``step`` bytes apart; return their number.
-
-    The caller reads the others one by one, and gets their errors.
-    """
-    if not vectored():
-        return 0
-    # A mapping begins at a page, ``shift`` bytes before the rows.
-    shift = offset % mmap.ALLOCATIONGRANULARITY
-    try:
-        mapping = mmap.mmap(
-            descriptor, shift + rows.span, mmap.MAP_SHARED, mmap.PROT_READ, offset=offset - shift
-        )
-    except (OSError, ValueError):  # no mappings on this file system, or the file has shrunk
-        return 0
-    with mapping:
-        if hasattr(mmap, "MADV_RANDOM"):
-            mapping.madvise(mmap.MADV_RANDOM)  # otherwise the kernel reads around each absent page
-        source = np.frombuffer(mapping, np.uint8)
-        begin = source.ctypes.data + shift
-        place = np.frombuffer(target, np.uint8).ctypes.data
-        copied = 0
-        while copied < rows.count:
-            count = min(MAX_VECTORS, rows.count - copied)
-            nbytes = _copy(
-                _vectors(begin + copied * rows.stride, rows.stride, rows.width, count),
-                _vectors(place + copied * step, step, rows.width, count),
-            )
-            copied += nbytes // rows.width
-            if nbytes < count * rows.width:
-                break
-        del source  # a mapping in use cannot be closed
-    return copied
-
-
-def _vectors(start: int, stride: int, width: int, count: int) -> Vectors:
-    """Return ``count`` times ``struct iovec {address, length}``; one if they are adjacent."""
-    if stride == width:
-        return np.array([[start, count * width]], np.uint64)
-    table = np.empty((count, 2), np.uint64)
-    table[:, 0] = np.arange(start, start + count * stride, stride, dtype=np.uint64)
-    table[:, 1] = width
-    return table
-
-
-def _copy(source: Vectors, target: Vectors) -> int:
-    """Copy within this process; return the number of bytes, 0 if it fails."""
-    call = ctypes.CDLL(None, use_errno=True).process_vm_readv
-    call.restype = ctypes.c_ssize_t
-    nbytes = call(
-        ctypes.c_int(os.getpid()),
-        ctypes.c_void_p(target.ctypes.data),
-        ctypes.c_ulong(len(target)),
-        ctypes.c_void_p(source.ctypes.data),
-        ctypes.c_ulong(len(source)),
-        ctypes.c_ulong(0),
-    )
-    return max(0, int(nbytes))
-
-
-@functools.cache
-def vectored() -> bool:
-    """Return True if ``process_vm_readv`` exists and is permitted on this process."""
-    if not sys.platform.startswith("linux") or not hasattr(ctypes.CDLL(None), "process_vm_readv"):
-        return False
-    source, target = np.ones(1, np.uint8), np.zeros(1, np.uint8)
-    vectors = [np.array([[a.ctypes.data, 1]], np.uint64) for a in (source, target)]
-    # Tried instead of looked up: sandboxes forbid the call (seccomp), and some pretend that it succeeded.
-    return _copy(vectors[0], vectors[1]) == 1 and ctypes.get_errno() != errno.ENOSYS and bool(target[0])

@@ -24,8 +24,9 @@ LOCK_NAME = "lock"
 def lock_directory(path: Path, timeout: float = LOCK_TIMEOUT_S) -> Iterator[bool | None]:
     """Hold the lock of saves into ``path``; yield False on a timeout.
 
-    Yields None if the file system has no locks. The lock is a file, since network file systems lock no
-    directories; a killed process releases it. Raises OSError, and WriteError for a link in its place.
+    Yields None if the file system has no locks. The lock is a file, since network file systems cannot
+    lock directories; a killed process releases it. Raises OSError, and WriteError for a link in its
+    place.
     """
     hidden = path / HIDDEN
     end = time.monotonic() + timeout

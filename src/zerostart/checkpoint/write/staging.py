@@ -64,7 +64,7 @@ class RenamePlan:
     #: Staged file whose rename publishes the save; empty to delete a checkpoint.
     switch: str
     #: Single weights file that readers would prefer to ``switch``: deleted right after the switch.
-    over: str = ""
+    replaced_file: str = ""
     #: Staged files that are renamed before the switch, with their new names.
     before: dict[str, str] = field(default_factory=dict)
     #: Staged files that are renamed after the switch.
@@ -82,7 +82,9 @@ class RenamePlan:
         lists = (self.after, self.drop, self.folders, list(self.before.values()), list(self.before))
         if not isinstance(self.before, dict) or not all(isinstance(one, list) for one in lists):
             return False
-        names = [name for one in lists for name in one] + [n for n in (self.switch, self.over) if n != ""]
+        names = [name for one in lists for name in one] + [
+            n for n in (self.switch, self.replaced_file) if n != ""
+        ]
         is_known = self.marker in ("", *MARKERS)
         return is_known and all(is_inside(name) and not _linked_parent(path, name) for name in names)
 
@@ -170,7 +172,7 @@ class Staging:
     def _publish(self, key: str, document: JsonObject, state: str) -> dict[str, str]:
         with write_errors(self.path, state):
             plan = _Planner(self.path, self._token, self._marker, self._by_document, key, document).plan
-            for name in (plan.switch, plan.over, *plan.before.values(), *plan.after):
+            for name in (plan.switch, plan.replaced_file, *plan.before.values(), *plan.after):
                 if link := _linked_parent(self.path, name):
                     raise WriteError(f"{link} is a symbolic link: save to another directory")
             # Written before the plan: recovery takes a switch that is not staged for one that was renamed.
@@ -266,11 +268,11 @@ class _Planner:
                 else:
                     plan.before[index] = index
         elif not is_single:
-            plan.switch, plan.over = index, single if single in existing else ""
+            plan.switch, plan.replaced_file = index, single if single in existing else ""
         self._drop(old, lambda found: found == group)
 
     def _plan_companion(self, name: str) -> None:
-        """Plan to rename a file other than weights, unless a foreign file has its name."""
+        """Plan to rename a file other than weights, but replace no foreign file."""
         target = self._path / name
         if not self._exists(name):
             if _is_content(name):
@@ -359,12 +361,12 @@ def _switch(path: Path, staged: Path, plan: RenamePlan) -> None:
 
 def _finish(path: Path, staged: Path, plan: RenamePlan) -> None:
     """Do the steps after the switch, also if some are done already. Raises OSError."""
-    if plan.over:
-        (path / plan.over).unlink(missing_ok=True)
+    if plan.replaced_file:
+        (path / plan.replaced_file).unlink(missing_ok=True)
     for name in dict.fromkeys((*plan.after, *([plan.marker] if plan.marker else []))):
         if os.path.lexists(staged / name):
             (staged / name).replace(path / name)
-    new_paths = (*plan.after, plan.marker, plan.switch, plan.over)
+    new_paths = (*plan.after, plan.marker, plan.switch, plan.replaced_file)
     for parent in {(path / name).parent for name in new_paths if name}:
         if parent.is_dir():
             sync_directory(parent)
@@ -446,7 +448,7 @@ def _switched_plans(path: Path) -> list[tuple[Path, RenamePlan]]:
         (staged, plan)
         for staged, plan in plans
         if plan is not None and plan.is_safe(path) and not os.path.lexists(staged / plan.switch)
-        if not (plan.over and os.path.lexists(path / plan.over))
+        if not (plan.replaced_file and os.path.lexists(path / plan.replaced_file))
     ]
 
 
@@ -464,7 +466,7 @@ def remove(path: Path, marker: str) -> None:
             contents = contents_of(document).values() if marker == MARKER else [document]
             names = sorted({name for content in contents for name in content["files"]})
             names = [name for name in names if not _linked_parent(path, name)]
-            plan = RenamePlan("", "", over=marker, drop=names, folders=_folders_of(names))
+            plan = RenamePlan("", "", replaced_file=marker, drop=names, folders=_folders_of(names))
             _write_plan(path, uuid.uuid4().hex[:12], plan)
             _recover(path)
     _remove_empty(path)

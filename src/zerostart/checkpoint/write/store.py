@@ -1,4 +1,4 @@
-"""Publish a save in an object store, so that readers see the old or the new checkpoint.
+"""Publish a save in an object store: readers see the old or the new checkpoint.
 
 Weights are uploaded under names that no object has. Then one request makes readers use them: the upload of
 the index or of the training state's document, the end of the upload of a single file, or, where an index
@@ -61,8 +61,10 @@ class StoreStaging:
         self._held: list[ObjectWriter] = []
         self._singles: set[str] = set()
         self._published = False
-        found = {name: self._read_json(name) for name in MARKERS}
-        self._documents = {name: one for name, one in found.items() if one is not None and _is_document(one)}
+        documents = {name: self._read_json(name) for name in MARKERS}
+        self._documents = {
+            name: one for name, one in documents.items() if one is not None and _is_document(one)
+        }
         if marker in self._there and marker not in self._documents:
             self.discard()
             raise WriteError(

@@ -95,7 +95,7 @@ class CheckpointWriter:
         return self._direct and nbytes >= DIRECT
 
     def lead(self, name: str, offset: int) -> int:
-        """Return the offset in a memory page that a direct write of the tensor needs."""
+        """Return the offset in a memory page that a direct write needs."""
         return (self.layout.tensors[name].offset + offset) % PAGE
 
     def close(self) -> None:
