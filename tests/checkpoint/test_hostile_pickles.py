@@ -125,8 +125,7 @@ def test_pickles_that_torch_does_not_write_are_refused(content: bytes, what: str
     ("edit", "what"),
     [
         ({"x/byteorder": b"big"}, "big-endian"),
-        ({"x/data/0": b"\0" * 44}, "storage of 44 bytes"),
-        ({"x/data/0": b"\0" * 400}, "storage of 400 bytes"),
+        ({"x/data/0": b"\0" * 44}, "beyond its storage of 44 bytes"),
         ({"y/data.pkl": b""}, "no data.pkl"),
         ("x/data/1", "does not have"),
         ("x/data.pkl", "no data.pkl"),

@@ -73,13 +73,6 @@ class TensorEntry:
     #: Name of an entry before it that is the very same tensor object; empty for none.
     same_as: str = ""
 
-    def __reduce__(self) -> tuple[type[TensorEntry], tuple[object, ...]]:
-        # The fields in order. The default of a dataclass with slots takes twice as long, and rank 0 pickles
-        # tens of thousands while the others wait.
-        fields = (self.name, self.dtype, self.shape, self.file, self.offset, self.nbytes, self.strides)
-        shared = (self.storage_offset, self.same_as)
-        return TensorEntry, (*fields, *shared) if shared != (0, "") else fields
-
     @property
     def pieces(self) -> tuple[Piece, ...]:
         """Location of each element, as strided pieces."""
@@ -88,10 +81,7 @@ class TensorEntry:
     @property
     def numel(self) -> int:
         """Number of elements."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,11 +37,10 @@ _HARMLESS = (
 
 
 class Storage(NamedTuple):
-    """Record ``data/key`` of the archive: ``numel`` elements of ``dtype`` (torch's spelling)."""
+    """Record ``data/key`` of the archive, with elements of ``dtype`` (torch's spelling)."""
 
     key: str
     dtype: str
-    numel: int
 
 
 class StoredTensor(NamedTuple):
@@ -153,9 +152,9 @@ class _Unpickler(_InPython):  # type: ignore[misc]
 
     def persistent_load(self, pid: object) -> Storage:
         match pid:
-            case ("storage", Global(name), str(key), str(), int(numel)) if 0 <= numel <= _MAX_COUNT:
+            case ("storage", Global(name), str(key), str(), int()):
                 if dtype := _STORAGES.get(name.rpartition(".")[2].removesuffix("Storage")):
-                    return Storage(key, dtype, numel)
+                    return Storage(key, dtype)
         raise _Refused("refers to something outside it that is not a storage")
 
     def _call(self) -> None:

@@ -39,14 +39,6 @@ class Rows:
         """Number of bytes from the first row's start to the last row's end."""
         return (self.count - 1) * self.stride + self.width
 
-    def extents(self) -> Iterator[tuple[int, int]]:
-        """Yield the ranges ``(start, bytes)`` that are fetched with one request each."""
-        if self.stride - self.width <= FETCHED_GAP:
-            yield 0, self.span
-        else:
-            for row in range(self.count):
-                yield row * self.stride, self.width
-
 
 class Reader(ABC):
     """Reader of byte ranges for one load.

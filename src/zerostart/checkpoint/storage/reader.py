@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from types import TracebackType
 
-from zerostart.checkpoint.storage.base import Reader, Rows
+from zerostart.checkpoint.storage.base import FETCHED_GAP, Reader, Rows
 from zerostart.checkpoint.storage.direct import BOUNCE_BYTES, open_direct, read_direct
 from zerostart.checkpoint.storage.files import FileState, read_some
 from zerostart.errors import CheckpointNotFoundError, ReadError
@@ -190,7 +190,9 @@ def advise(descriptor: int, offset: int, rows: Rows) -> None:
     """Ask the kernel to fetch the rows into the page cache."""
     if not hasattr(os, "posix_fadvise"):
         return
-    for start, length in rows.extents():
+    is_whole = rows.stride - rows.width <= FETCHED_GAP
+    ranges = [(0, rows.span)] if is_whole else [(n * rows.stride, rows.width) for n in range(rows.count)]
+    for start, length in ranges:
         for at in range(start, start + length, ADVICE_BYTES):
             os.posix_fadvise(
                 descriptor, offset + at, min(ADVICE_BYTES, start + length - at), os.POSIX_FADV_WILLNEED

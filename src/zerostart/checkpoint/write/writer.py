@@ -62,7 +62,11 @@ class CheckpointWriter:
             ) from error
         for position, file in enumerate(self.layout.files):
             # Full size at once: ranks write their parts in any order, and a full disk is found early.
-            self._truncate(self._open(position, os.O_CREAT | os.O_TRUNC), position, file.size)
+            handle = self._open(position, os.O_CREAT | os.O_TRUNC)
+            try:
+                os.ftruncate(handle, file.size)
+            except OSError as error:
+                raise self._failure(position, error) from error
             self._pwrite(memoryview(file.header), 0, position)
 
     def write(self, name: str, data: bytes | bytearray | memoryview, offset: int = 0) -> None:
@@ -154,12 +158,6 @@ class CheckpointWriter:
         if handle_in_use != handle:
             os.close(handle)
         return handle_in_use
-
-    def _truncate(self, handle: int, position: int, size: int) -> None:
-        try:
-            os.ftruncate(handle, size)
-        except OSError as error:
-            raise self._failure(position, error) from error
 
     def _write_pages(self, view: memoryview, offset: int, position: int) -> None:
         begin, end = whole_pages(view, offset) if self.goes_round(view.nbytes) else (0, 0)
