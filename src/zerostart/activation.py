@@ -41,9 +41,9 @@ def gradient_checkpoint(
         >>> x.grad.tolist()
         [4.0, 4.0, 4.0]
     """
-    from zerostart.engines.gradient_checkpoint import checkpointed
+    from zerostart.engines.gradient_checkpoint import run_checkpointed
 
-    result: Result = checkpointed(function, args, kwargs, offload)
+    result: Result = run_checkpointed(function, args, kwargs, offload)
     return result
 
 

@@ -21,7 +21,7 @@ MAX_KINDS = 12
 
 def show_plan(plan: WorldPlan, source: str, console: Console | None = None) -> None:
     """Print the plan for a person."""
-    from zerostart.engines import titled
+    from zerostart.engines import title_of
 
     console = console or Console()
     say(
@@ -30,7 +30,7 @@ def show_plan(plan: WorldPlan, source: str, console: Console | None = None) -> N
         f"largest tensor {decimal(plan.largest_tensor_bytes)}; planned in {plan.planning_seconds:.2f} s",
     )
     world = "1 rank" if plan.world_size == 1 else f"{plan.world_size:,} ranks"
-    engine = f"{titled(plan.engine, plan.zero_stage)} ({plan.engine_reason})"
+    engine = f"{title_of(plan.engine, plan.zero_stage)} ({plan.engine_reason})"
     say(console, f"{engine}, {world}, {plan.optimizer}")
     classes = sorted(plan.classes, key=lambda pair: -_peak_bytes(pair[0]))
     for table in _make_tables(plan, classes[:MAX_KINDS]):

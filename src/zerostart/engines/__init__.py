@@ -16,7 +16,7 @@ from zerostart.engines.registry import (
     family_of,
     register_engine,
     resolve_engine,
-    titled,
+    title_of,
 )
 from zerostart.engines.residence import Residence
 from zerostart.engines.shard import (
@@ -24,8 +24,8 @@ from zerostart.engines.shard import (
     check_own_memory,
     first_rank_shard,
     full_shape,
-    laid_out,
     plain_name,
+    replace_storage,
     whole_shard,
 )
 from zerostart.engines.state import Gradient, Master, OptimizerState, TrainingState
@@ -61,11 +61,11 @@ __all__ = [
     "family_of",
     "first_rank_shard",
     "full_shape",
-    "laid_out",
+    "replace_storage",
     "plain_name",
     "register_engine",
     "resolve_engine",
-    "titled",
+    "title_of",
     "whole_shard",
 ]
 

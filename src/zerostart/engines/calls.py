@@ -73,13 +73,13 @@ def leave_inference_mode(
     )
 
 
-def rebuilt(original: object, handed: object) -> Iterator[Rebuilt]:
+def find_rebuilt(original: object, handed: object) -> Iterator[Rebuilt]:
     """Yield the containers of ``given`` that ``handed`` copies at the same place, outermost first."""
     if isinstance(original, dict) and isinstance(handed, dict):
         if original is not handed:
             yield original, handed, dict(handed)
         for key in original.keys() & handed.keys():
-            yield from rebuilt(original[key], handed[key])
+            yield from find_rebuilt(original[key], handed[key])
     elif (
         isinstance(original, (list, tuple))
         and type(original) is type(handed)
@@ -88,7 +88,7 @@ def rebuilt(original: object, handed: object) -> Iterator[Rebuilt]:
         if isinstance(original, list) and original is not handed:
             yield original, handed, list(handed)
         for one, other in zip(original, handed, strict=True):
-            yield from rebuilt(one, other)
+            yield from find_rebuilt(one, other)
 
 
 def write_back(pairs: list[Rebuilt]) -> None:

@@ -99,14 +99,14 @@ class Engine(abc.ABC):
     exchange: bool | None = None
 
     @classmethod
-    def titled(cls, zero_stage: int) -> str:
+    def title_of(cls, zero_stage: int) -> str:
         """The engine at a stage, in words."""
         return f"{cls.name} ZeRO-{zero_stage}"
 
     @property
     def title(self) -> str:
         """This engine in words."""
-        return self.titled(self.zero_stage)
+        return self.title_of(self.zero_stage)
 
     @classmethod
     def is_sharded_at(cls, zero_stage: int) -> bool:
@@ -270,7 +270,7 @@ class Engine(abc.ABC):
         return {}
 
     @classmethod
-    def put_to_rest(cls, model: nn.Module) -> None:
+    def reshard_units(cls, model: nn.Module) -> None:
         """Put the shards of ``model`` back in place of the copies that a forward gathered.
 
         Not collective. Engines whose parameters remain the same objects need nothing.
@@ -320,9 +320,7 @@ class Engine(abc.ABC):
         """Raise EngineError, which begins with ``action``, once ``parameter`` cannot be replaced any more."""
 
     @classmethod
-    def whole_for_a_while(
-        cls, model: nn.Module, modules: Sequence[nn.Module]
-    ) -> AbstractContextManager[None]:
+    def unshard_modules(cls, model: nn.Module, modules: Sequence[nn.Module]) -> AbstractContextManager[None]:
         """Context in which the parameters of ``modules`` are whole and replaceable; collective.
 
         Afterwards the modules' parameters are sharded again, with the values of rank 0.
@@ -377,7 +375,7 @@ class Engine(abc.ABC):
 
     # The model as it is called, before training and around each batch.
 
-    def spare_unreached(self, model: nn.Module) -> None:
+    def exempt_unreached(self, model: nn.Module) -> None:
         """Exempt parameters without a gradient from weight decay; called before training.
 
         ``model`` is the object that is called. Nothing is needed if such parameters have no gradient at all,

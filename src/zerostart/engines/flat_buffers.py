@@ -133,10 +133,10 @@ def _cut(name: str, parameter: nn.Parameter, parallelism: Parallelism, rank: int
 
 def held_layouts(parallelism: Parallelism, name: str) -> Callable[[int], Layout]:
     """Return the layout of a cut parameter on each rank: its experts or slices, whole."""
-    return functools.partial(_held, parallelism, name)
+    return functools.partial(_held_layout, parallelism, name)
 
 
-def _held(parallelism: Parallelism, name: str, rank: int) -> Layout:
+def _held_layout(parallelism: Parallelism, name: str, rank: int) -> Layout:
     section = parallelism.section(name, parallelism.shapes[name], rank)
     return section.holds(replicated(section.shape))
 
@@ -156,7 +156,7 @@ def buffers_of(families: Sequence[Family]) -> list[Buffer]:
     return buffers
 
 
-def placed_whole(
+def whole_placements(
     parameters: Parameters,
     parallelism: Parallelism,
     rules: FlatRules,

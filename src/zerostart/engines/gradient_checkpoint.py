@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from transformers.cache_utils import Cache
 
 
-def checkpointed(
+def run_checkpointed(
     function: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object], offload: bool
 ) -> Any:
     """Call ``function`` as a checkpoint; see ``zerostart.gradient_checkpoint``.
@@ -257,7 +257,7 @@ class CheckpointedForward:
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         """The block's forward, as a checkpoint."""
-        return checkpointed(self.original, args, kwargs, self.offload)
+        return run_checkpointed(self.original, args, kwargs, self.offload)
 
 
 def checkpoint_blocks(

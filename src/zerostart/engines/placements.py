@@ -41,7 +41,7 @@ class Placements:
     pinned: bool = False
 
 
-def placed_on_mesh(
+def mesh_placements(
     parallelism: Parallelism,
     shapes: Mapping[str, Sequence[int]],
     homes: Mapping[str, str],

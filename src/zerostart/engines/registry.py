@@ -133,12 +133,12 @@ def resolve_engine(
     return engine
 
 
-def titled(name: str, zero_stage: int) -> str:
+def title_of(name: str, zero_stage: int) -> str:
     """The engine of that name at a stage, in words.
 
     Raises ConfigError for a name or a stage that is not known.
     """
-    return check_choice(name, zero_stage).titled(zero_stage)
+    return check_choice(name, zero_stage).title_of(zero_stage)
 
 
 @functools.cache

@@ -51,7 +51,7 @@ def whole_shard(name: str, tensor: torch.Tensor, world: World) -> Shard:
     return Shard(name, layout, storage, lambda _: layout, (world.rank, world.size))
 
 
-def laid_out(shard: Shard, tensor: torch.Tensor) -> Shard:
+def replace_storage(shard: Shard, tensor: torch.Tensor) -> Shard:
     """Return ``shard``, of a whole tensor, with ``tensor`` as its storage.
 
     Raises ConfigError for a tensor that is not dense.

@@ -353,7 +353,7 @@ def _refuse_whole(model: nn.Module, engine: str) -> None:
     """Raise ConfigError for a model that every rank read whole."""
     for module in model.modules():
         if module in _whole:
-            title = engines.titled(engine, 3)
+            title = engines.title_of(engine, 3)
             raise ConfigError(
                 f"every rank has loaded {type(module).__name__} whole, because {title} was not set up "
                 "yet when from_pretrained was called; make TrainingArguments or the Accelerator "

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from zerostart.engines import Engine, Mesh, check_choice, family_of, titled
+from zerostart.engines import Engine, Mesh, check_choice, family_of, title_of
 from zerostart.engines.training import EngineConfig
 from zerostart.errors import ConfigError
 from zerostart.live.model import get_record
@@ -137,7 +137,7 @@ class EngineSetup:
     @property
     def title(self) -> str:
         """Engine and stage in words."""
-        return titled(self.engine, self.zero_stage)
+        return title_of(self.engine, self.zero_stage)
 
 
 def find_active(model: type) -> EngineSetup | None:

@@ -214,7 +214,7 @@ class LiveModel:
         """``model`` may be inner_module by an engine, torch, accelerate or PEFT."""
         # A forward may have left other parameter objects in the model.
         for engine in engine_families():
-            engine.put_to_rest(model)
+            engine.reshard_units(model)
         self.world = world
         self.module = unwrap_model(model)
         self.record: LoadRecord | None = find_record(self.module)

@@ -18,10 +18,10 @@ from zerostart.engines import (
     Stepped,
     TrainingState,
     engine_families,
-    laid_out,
+    replace_storage,
 )
 from zerostart.errors import ConfigError
-from zerostart.geometry.layout.layout import narrowed
+from zerostart.geometry.layout.layout import narrow_layout
 from zerostart.live.model import LiveModel
 
 
@@ -126,13 +126,13 @@ def member_shard(member: Member, shard: Shard, values: torch.Tensor) -> Shard:
     # The padding of a small parameter may have its shape.
     whole = whole and shard.layout.owned >= member.count
     if whole and member.first is None and not isinstance(values, DTensor):
-        return laid_out(shard, values)  # in the memory order of the values
+        return replace_storage(shard, values)  # in the memory order of the values
     # Otherwise the values are one run, of this member or of all members of the step.
     local = (values.to_local() if isinstance(values, DTensor) else values).detach().view(-1)
     storage = local if local.numel() == member.count else local[member.at : member.at + member.count]
     if member.first is None:
         return replace(shard, storage=storage)
-    layout = narrowed(shard.layout, member.first, member.first + member.count)
+    layout = narrow_layout(shard.layout, member.first, member.first + member.count)
     # The other ranks' runs have no elements in common with this one, and are not needed here.
     return Shard(shard.name, layout, storage, lambda _: layout, shard.stepped)
 

@@ -17,7 +17,7 @@ from zerostart.distributed.world import current_world
 from zerostart.engines import Shard
 from zerostart.errors import EngineError
 from zerostart.geometry.layout import Layout
-from zerostart.geometry.layout.layout import narrowed
+from zerostart.geometry.layout.layout import narrow_layout
 from zerostart.loading.destinations import read_request
 from zerostart.recipe import Computed, Recipe, torch_dtype
 from zerostart.recipe.values import find_leaves
@@ -65,7 +65,7 @@ class Masters:
         Collective; raises as ``read`` does.
         """
         self._read(
-            (name, narrowed(self._shares[name][2], first, first + storage.numel()), storage)
+            (name, narrow_layout(self._shares[name][2], first, first + storage.numel()), storage)
             for name, first, storage in outputs
         )
 

@@ -21,7 +21,7 @@ from zerostart.geometry.layout import (
     packed,
     replicated,
 )
-from zerostart.geometry.layout.layout import narrowed
+from zerostart.geometry.layout.layout import narrow_layout
 
 shapes = st.lists(st.integers(1, 7), min_size=1, max_size=3)
 
@@ -136,7 +136,7 @@ def test_ranges_are_what_is_taken_in_their_order(data: st.DataObject, size: int)
         whole = section.holds(replicated(section.shape))
         low = data.draw(st.integers(0, whole.numel))
         high = data.draw(st.integers(low, whole.numel))
-        part = narrowed(whole, low, high)
+        part = narrow_layout(whole, low, high)
         flat = torch.full((high - low,), -1, dtype=numbers.dtype)
         for first, count, place in part.runs():
             flat[place : place + count] = numbers.view(-1)[first : first + count]

@@ -112,7 +112,7 @@ def _positional(forward: Function) -> tuple[str, ...]:
 _INFERENCE_SECTIONS = ("zero_optimization", "bf16", "fp16", "communication_data_type", "prescale_gradients")
 
 
-def serve(model: nn.Module, config: DeepSpeedConfig | None) -> None:
+def start_inference(model: nn.Module, config: DeepSpeedConfig | None) -> None:
     """Have ``deepspeed.initialize`` register hooks on the frozen ``model``; collective.
 
     The module itself is called afterwards, not the engine, which lives as long as the module.

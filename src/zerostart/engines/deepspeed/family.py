@@ -14,19 +14,19 @@ from torch import nn
 
 from zerostart.distributed.world import World
 from zerostart.engines.deepspeed import memory
-from zerostart.engines.deepspeed.parallel import cutter
+from zerostart.engines.deepspeed.parallel import make_cutter
 from zerostart.engines.deepspeed.settings import DeepSpeedSettings
 from zerostart.engines.deepspeed.training import (
     HOST_BACKEND,
-    KEPT,
+    MODEL_DTYPES,
     accelerate_setup,
     training_config,
 )
 from zerostart.engines.engine import Engine, MasterReader, ShardMaker
-from zerostart.engines.flat_buffers import placed_whole
+from zerostart.engines.flat_buffers import whole_placements
 from zerostart.engines.forecast import MemoryInputs, MemoryPeak, replicated_peaks
 from zerostart.engines.parallelism import check_heads, resolve
-from zerostart.engines.placements import DEVICE, HOST, STORAGE, Placements, placed_on_mesh
+from zerostart.engines.placements import DEVICE, HOST, STORAGE, Placements, mesh_placements
 from zerostart.engines.shard import Shard
 from zerostart.engines.state import (
     Counters,
@@ -127,7 +127,7 @@ class DeepSpeed(Engine):
     library = "deepspeed"
     stages = (0, 1, 2, 3)
     owns_optimizer = True
-    precisions = tuple(KEPT)
+    precisions = tuple(MODEL_DTYPES)
     launcher_variable = "ACCELERATE_USE_DEEPSPEED"
     host_backend = HOST_BACKEND
 
@@ -139,7 +139,7 @@ class DeepSpeed(Engine):
         return (ZeroThree if zero_stage == 3 else FlatBuffers)(zero_stage, config, mesh, exchange)
 
     @classmethod
-    def titled(cls, zero_stage: int) -> str:
+    def title_of(cls, zero_stage: int) -> str:
         """DeepSpeed's stage, in words."""
         return f"DeepSpeed ZeRO-{zero_stage}"
 
@@ -218,7 +218,7 @@ class DeepSpeed(Engine):
 
     def training_dtype(self, mixed_precision: str) -> torch.dtype | None:
         # DeepSpeed copies the masters.
-        return KEPT[mixed_precision]
+        return MODEL_DTYPES[mixed_precision]
 
     def training_config(self, job: TrainingJob, user_config: EngineConfig) -> dict[str, Any]:
         return training_config(self.zero_stage, job, user_config)
@@ -227,11 +227,11 @@ class DeepSpeed(Engine):
         ranks = self.mesh.sequence_parallel, self.mesh.world_size
         return accelerate_setup(mixed_precision, self.config or {}, *ranks)
 
-    def spare_unreached(self, model: nn.Module) -> None:
+    def exempt_unreached(self, model: nn.Module) -> None:
         # In flat tensors its gradient is zero.
-        from zerostart.engines.deepspeed.training import spare_unreached
+        from zerostart.engines.deepspeed.training import exempt_unreached
 
-        spare_unreached(model)
+        exempt_unreached(model)
 
     @classmethod
     def find_shards(cls, model: nn.Module, world: World) -> dict[str, Shard]:
@@ -316,14 +316,14 @@ class ZeroThree(DeepSpeed):
         # DeepSpeed's words for ``offload_param.device``, as homes of shards.
         names = {"none": DEVICE, "cpu": HOST, "nvme": STORAGE}
         lying = {name: names[home] for name, home in homes.items()}
-        return placed_on_mesh(parallelism, shapes, lying, _partition, self.settings.pinned)
+        return mesh_placements(parallelism, shapes, lying, _partition, self.settings.pinned)
 
     def shard_maker(
         self, world: World, dtype: torch.dtype | None, parallelism: Parallelism, placements: Placements
     ) -> ShardMaker:
         from zerostart.engines.deepspeed.partitioning import PartitionMaker
 
-        cut, owners = cutter(world, self.settings, parallelism, partitioned=True)
+        cut, owners = make_cutter(world, self.settings, parallelism, partitioned=True)
         return PartitionMaker(world, dtype, self.config, self.settings, placements, cut, owners)
 
     def preserve_calls(self, model: nn.Module, entries: Sequence[str]) -> None:
@@ -356,9 +356,9 @@ class ZeroThree(DeepSpeed):
 
     def make_callable(self, model: nn.Module) -> None:
         # The hooks that gather partitions are those of ``deepspeed.initialize``.
-        from zerostart.engines.deepspeed.calls import serve
+        from zerostart.engines.deepspeed.calls import start_inference
 
-        serve(model, self.config)
+        start_inference(model, self.config)
 
     def memory_peaks(self, model: nn.Module, inputs: MemoryInputs) -> list[MemoryPeak]:
         return memory.stage3_peaks(inputs, self.settings)
@@ -409,14 +409,14 @@ class FlatBuffers(DeepSpeed):
 
     def placements(self, model: nn.Module, parallelism: Parallelism) -> Placements:
         parameters = dict(model.named_parameters())
-        return placed_whole(parameters, parallelism, self._rules(), self.exchange, True, self.zero_stage)
+        return whole_placements(parameters, parallelism, self._rules(), self.exchange, True, self.zero_stage)
 
     def shard_maker(
         self, world: World, dtype: torch.dtype | None, parallelism: Parallelism, placements: Placements
     ) -> ShardMaker:
         from zerostart.engines.deepspeed.flat import FlatShards
 
-        cut, _ = cutter(world, self.settings, parallelism, partitioned=False)
+        cut, _ = make_cutter(world, self.settings, parallelism, partitioned=False)
         return FlatShards(world, self.zero_stage, self._rules(), self.exchange, parallelism, cut)
 
     def offer_masters(self, model: nn.Module, rounded: Collection[str], reader: MasterReader | None) -> None:

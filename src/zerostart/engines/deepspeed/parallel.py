@@ -51,7 +51,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
-def expert_cutter(world: World, parallelism: Parallelism, partitioned: bool) -> Callable[[nn.Module], None]:
+def make_expert_cutter(
+    world: World, parallelism: Parallelism, partitioned: bool
+) -> Callable[[nn.Module], None]:
     """Return a function that removes other ranks' experts from a model. Collective.
 
     ``partitioned``: experts are partitioned further, and not kept whole.
@@ -145,18 +147,20 @@ def _whole(shape: tuple[int, ...], rank: int) -> Layout:
 Cutter = tuple[Callable[[nn.Module], None] | None, dist.ProcessGroup | None]
 
 
-def cutter(world: World, settings: DeepSpeedSettings, parallelism: Parallelism, partitioned: bool) -> Cutter:
+def make_cutter(
+    world: World, settings: DeepSpeedSettings, parallelism: Parallelism, partitioned: bool
+) -> Cutter:
     """Return a function that removes other ranks' experts and slices, and the owners. Collective.
 
     ``partitioned``: they are partitioned further, and not kept whole.
     """
     cuts, owners = list[Callable[[nn.Module], None]](), None
     if parallelism.mesh.tensor_parallel > 1:
-        cut, owners = tensor_cutter(world, parallelism, settings.tensors, settings.tp_plan)
+        cut, owners = make_tensor_cutter(world, parallelism, settings.tensors, settings.tp_plan)
         cuts.append(cut)
     if parallelism.mesh.expert_parallel > 1:
         # After the tensors: experts that are left out of their rules are still whole then.
-        cuts.append(expert_cutter(world, parallelism, partitioned))
+        cuts.append(make_expert_cutter(world, parallelism, partitioned))
     return partial(_cut_all, cuts) if cuts else None, owners
 
 
@@ -328,7 +332,7 @@ def _cut(name: str, piece: Slice, size: int) -> Ranges:
     return Ranges(piece.dim, piece.ranks)
 
 
-def tensor_cutter(
+def make_tensor_cutter(
     world: World, parallelism: Parallelism, section: DeepSpeedConfig, plan_rules: Mapping[str, str] | None
 ) -> tuple[Callable[[nn.Module], None], dist.ProcessGroup]:
     """Return a function that slices a model, and the owners of equal slices. Collective.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
 #: The dtype in which DeepSpeed keeps the model, by the precision that is mixed with fp32 masters.
-KEPT = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+MODEL_DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 #: DeepSpeed calls collectives by names that torch is about to rename; nobody here can change that.
 _RENAMED = (r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
 #: Hosts without an accelerator: told ``cpu=True``, accelerate forgets DeepSpeed; told a backend it does not.
@@ -118,7 +118,7 @@ def _fill_hidden_size_values(zero: dict[str, object], hidden_size: int | None) -
 # missing gradient is zero there, and the parameter would decay.
 
 
-def spare_unreached(engine: DeepSpeedEngine) -> None:
+def exempt_unreached(engine: DeepSpeedEngine) -> None:
     """Exempt parameters from weight decay until a backward reaches them on any rank.
 
     A parameter that was reached once is stepped from then on, as DeepSpeed does, even without a gradient.
@@ -127,13 +127,15 @@ def spare_unreached(engine: DeepSpeedEngine) -> None:
     decayed = [step for step in steps if step.optimizer.param_groups[step.group].get("weight_decay")]
     if decayed:
         # One object for all optimizers, since being reached is a property of the parameter.
-        spared = _Spared(engine, {id(m.parameter): m.parameter for step in decayed for m in step.members})
+        unreached = _UnreachedParameters(
+            engine, {id(m.parameter): m.parameter for step in decayed for m in step.members}
+        )
         for optimizer in {id(step.optimizer): step.optimizer for step in decayed}.values():
-            optimizer.register_step_pre_hook(spared.before)
-            optimizer.register_step_post_hook(spared.after)
+            optimizer.register_step_pre_hook(unreached.before)
+            optimizer.register_step_post_hook(unreached.after)
 
 
-class _Spared:
+class _UnreachedParameters:
     """Parameters that no backward reached on any rank, and their values before a step."""
 
     def __init__(self, engine: DeepSpeedEngine, parameters: dict[int, Any]) -> None:

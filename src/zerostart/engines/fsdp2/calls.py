@@ -16,7 +16,13 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
-from zerostart.engines.calls import OutsideInferenceMode, Rebuilt, leave_inference_mode, rebuilt, write_back
+from zerostart.engines.calls import (
+    OutsideInferenceMode,
+    Rebuilt,
+    find_rebuilt,
+    leave_inference_mode,
+    write_back,
+)
 from zerostart.engines.fsdp2.units import check_frozen, scalars_of
 from zerostart.errors import EngineError
 from zerostart.models import Alias
@@ -118,9 +124,9 @@ class _Frame:
 
     def compare(self, args: Arguments, kwargs: Keywords) -> None:
         given_args, given_kwargs = self._given
-        self._pairs = list(rebuilt(given_args, args))
+        self._pairs = list(find_rebuilt(given_args, args))
         for key in given_kwargs.keys() & kwargs.keys():
-            self._pairs += rebuilt(given_kwargs[key], kwargs[key])
+            self._pairs += find_rebuilt(given_kwargs[key], kwargs[key])
 
     def end(self) -> None:
         write_back(self._pairs)
@@ -162,7 +168,7 @@ def _add_entry(model: nn.Module, name: str, guard: _Guard) -> None:
 _ATTRIBUTE = "_zerostart_aliases"
 
 
-def follow_swaps(model: nn.Module, aliases: Sequence[Alias]) -> None:
+def update_aliases(model: nn.Module, aliases: Sequence[Alias]) -> None:
     """Keep each alias equal to the parameter of its name in ``model``."""
     for alias in aliases:
         path, _, leaf = alias.name.rpartition(".")

@@ -12,7 +12,7 @@ from torch import nn
 
 from zerostart.distributed.world import World, default_device
 from zerostart.engines.engine import Engine, ShardMaker
-from zerostart.engines.flat_buffers import FlatBufferShards, placed_whole
+from zerostart.engines.flat_buffers import FlatBufferShards, whole_placements
 from zerostart.engines.forecast import MemoryInputs, MemoryPeak, replicated_peaks
 from zerostart.engines.fsdp2 import memory
 from zerostart.engines.fsdp2.calls import begin_batch
@@ -75,7 +75,7 @@ class FSDP2(Engine):
         return True
 
     @classmethod
-    def titled(cls, zero_stage: int) -> str:
+    def title_of(cls, zero_stage: int) -> str:
         """The engine in words; its stages differ in how long parameters stay gathered."""
         if not zero_stage:
             return "DistributedDataParallel"
@@ -137,7 +137,7 @@ class FSDP2(Engine):
     def placements(self, model: nn.Module, parallelism: Parallelism) -> Placements:
         parameters = dict(model.named_parameters())
         homes = dict.fromkeys(parameters, HOST if self.settings.offloaded else DEVICE)
-        shares = MeshShares.planned(self.settings, parallelism, parameters)
+        shares = MeshShares.of_parameters(self.settings, parallelism, parameters)
         dims = shares.dims or {}
         return Placements(
             layout=lambda name, rank: shares.layout(name, tuple(parameters[name].shape), rank),
@@ -156,9 +156,9 @@ class FSDP2(Engine):
 
     def follow_aliases(self, model: nn.Module, aliases: Sequence[Alias]) -> None:
         # FSDP2 swaps parameters in their modules.
-        from zerostart.engines.fsdp2.calls import follow_swaps
+        from zerostart.engines.fsdp2.calls import update_aliases
 
-        follow_swaps(model, aliases)
+        update_aliases(model, aliases)
 
     def preserve_calls(self, model: nn.Module, entries: Sequence[str]) -> None:
         from zerostart.engines.fsdp2.calls import keep_calls
@@ -257,11 +257,11 @@ class FSDP2(Engine):
         return shards
 
     @classmethod
-    def put_to_rest(cls, model: nn.Module) -> None:
+    def reshard_units(cls, model: nn.Module) -> None:
         from zerostart.engines.fsdp2.edits import expire_views
-        from zerostart.engines.fsdp2.storage import put_to_rest
+        from zerostart.engines.fsdp2.storage import reshard_units
 
-        put_to_rest(model)
+        reshard_units(model)
         expire_views()  # whoever asks for the shards may write to them
 
     @classmethod
@@ -281,12 +281,10 @@ class FSDP2(Engine):
             )
 
     @classmethod
-    def whole_for_a_while(
-        cls, model: nn.Module, modules: Sequence[nn.Module]
-    ) -> AbstractContextManager[None]:
-        from zerostart.upstream.torch.fsdp2 import whole_for_a_while
+    def unshard_modules(cls, model: nn.Module, modules: Sequence[nn.Module]) -> AbstractContextManager[None]:
+        from zerostart.upstream.torch.fsdp2 import unshard_modules
 
-        return whole_for_a_while(model, modules)
+        return unshard_modules(model, modules)
 
 
 class Replicated(FSDP2):
@@ -303,7 +301,7 @@ class Replicated(FSDP2):
         """See ``Engine``; nothing is gathered."""
 
     def placements(self, model: nn.Module, parallelism: Parallelism) -> Placements:
-        return placed_whole(
+        return whole_placements(
             dict(model.named_parameters()), parallelism, self._rules(), self.exchange, False, 0
         )
 

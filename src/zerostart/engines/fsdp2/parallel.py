@@ -24,7 +24,7 @@ from zerostart.distributed.world import World, default_device
 from zerostart.engines.engine import ShardMaker
 from zerostart.engines.exchange import exchange_tokens, expert_modules
 from zerostart.engines.fsdp2.settings import FSDP2Settings, MeshShares
-from zerostart.engines.fsdp2.storage import arena_of, give_storage, put_to_rest
+from zerostart.engines.fsdp2.storage import arena_of, give_storage, reshard_units
 from zerostart.engines.fsdp2.units import scalars_of, shard_units, units_of
 from zerostart.engines.parallelism import share_draws
 from zerostart.engines.shard import Shard, loaded_names, replace_everywhere
@@ -75,7 +75,7 @@ class FSDP2Shards(ShardMaker):
         settings, whole = self._settings, dict(model.named_parameters())
         # Shapes before the cuts: all layouts refer to whole tensors.
         shapes = {name: tuple(parameter.shape) for name, parameter in whole.items()}
-        shares = MeshShares.planned(settings, self._parallelism, whole)
+        shares = MeshShares.of_parameters(settings, self._parallelism, whole)
         if self._parallelism.mesh.tensor_parallel > 1:
             cut_tensors(model, self._parallelism, self._tensors)
             share_draws(model, self._tensors.get_group())
@@ -116,7 +116,7 @@ class FSDP2Shards(ShardMaker):
             local = torch.empty(
                 sections[self._experts.get_local_rank()].shape, dtype=old.dtype, device="meta"
             )
-            module._parameters[leaf] = distributed(old, local, self._experts, [ShardPlacement(0)])
+            module._parameters[leaf] = make_distributed(old, local, self._experts, [ShardPlacement(0)])
         alike = self._tensors.get_group() if self._parallelism.mesh.tensor_parallel > 1 else None
         exchange_tokens(module, self._experts.get_group(), counts, alike=alike)
 
@@ -141,7 +141,7 @@ def parallel_shards(
 ) -> dict[str, Shard]:
     """Return the current shards of ``model``, and reshard gathered parameters."""
     # Gathered parameters have no shard until they are resharded.
-    put_to_rest(model)
+    reshard_units(model)
     names = loaded_names(model)
     # A tied parameter has the layout of its first name.
     sharded = {
@@ -185,11 +185,11 @@ def cut_tensors(model: nn.Module, parallelism: Parallelism, mesh: DeviceMesh) ->
         if spec is None:
             if _beside_a_cut(name, parallelism):
                 # As a DTensor all the same: its layer adds it to one, and the two kinds do not mix.
-                new[id(parameter)] = distributed(parameter, parameter.data, mesh, [Replicate()])
+                new[id(parameter)] = make_distributed(parameter, parameter.data, mesh, [Replicate()])
             continue
         shape = spec.section(tuple(parameter.shape), *parallelism.mesh.tensor(mesh.get_local_rank())).shape
         local = torch.empty(shape, dtype=parameter.dtype, device="meta")
-        new[id(parameter)] = distributed(parameter, local, mesh, [_placement(spec, parameter.dim())])
+        new[id(parameter)] = make_distributed(parameter, local, mesh, [_placement(spec, parameter.dim())])
     replace_everywhere(model, new)
     for name, style in parallelism.tensors.modules.items():
         module = model.get_submodule(name)
@@ -212,7 +212,9 @@ def _placement(spec: ShardSpec | Ranges, dimensions: int) -> Placement:
     return ShardPlacement(dim) if spec.parts == 1 else _StridedShard(dim, split_factor=spec.parts)
 
 
-def distributed(old: nn.Parameter, local: torch.Tensor, mesh: DeviceMesh, placements: Any) -> nn.Parameter:
+def make_distributed(
+    old: nn.Parameter, local: torch.Tensor, mesh: DeviceMesh, placements: Any
+) -> nn.Parameter:
     """A parameter like ``old`` whose local tensor over ``mesh`` is ``local``."""
     data = DTensor.from_local(local, mesh, placements, run_check=False, shape=old.shape, stride=old.stride())
     new = nn.Parameter(data, requires_grad=old.requires_grad)

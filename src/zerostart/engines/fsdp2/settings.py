@@ -275,7 +275,7 @@ class MeshShares:
         return cls(replicas, replace(parallelism, mesh=mesh), dims, settings.ranks(size))
 
     @classmethod
-    def planned(
+    def of_parameters(
         cls, settings: FSDP2Settings, parallelism: Parallelism, parameters: Mapping[str, nn.Parameter]
     ) -> MeshShares:
         """Ask for the dimensions of whole ``parameters``, and check that they divide evenly.

@@ -81,13 +81,13 @@ def _from_its_start(part: torch.Tensor) -> torch.Tensor:
 
 
 def _over(old: nn.Parameter, name: str, local: torch.Tensor) -> nn.Parameter:
-    data = over(sharded(old, name), local) if old.dim() else local
+    data = over(require_dtensor(old, name), local) if old.dim() else local
     new = nn.Parameter(data, requires_grad=old.requires_grad)
     new.__dict__.update({k: v for k, v in old.__dict__.items() if not k.startswith("_local")})
     return new
 
 
-def sharded(parameter: nn.Parameter, name: str) -> DTensor:
+def require_dtensor(parameter: nn.Parameter, name: str) -> DTensor:
     """The parameter's data, a DTensor. Raises EngineError if it is none."""
     data = parameter.data
     if not isinstance(data, DTensor):
@@ -139,7 +139,7 @@ def _places(mesh: DeviceMesh) -> dict[int, tuple[int, ...]]:
 _known: weakref.WeakKeyDictionary[DeviceMesh, dict[int, tuple[int, ...]]] = weakref.WeakKeyDictionary()
 
 
-def put_to_rest(model: nn.Module) -> None:
+def reshard_units(model: nn.Module) -> None:
     """Put the shards of the units of ``model`` back as its parameters.
 
     A root, or every unit below stage 3, keeps the parameters that its forward has gathered: other objects, in
@@ -152,7 +152,7 @@ def put_to_rest(model: nn.Module) -> None:
 
 def current_shards(model: nn.Module) -> dict[str, Shard]:
     """Return the current FSDP2 shards of ``model``, and reshard gathered parameters."""
-    put_to_rest(model)
+    reshard_units(model)
     shards = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if isinstance(parameter, DTensor):

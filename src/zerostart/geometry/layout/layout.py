@@ -305,7 +305,7 @@ def flat_run(shape: Sequence[int], start: int, stop: int) -> Layout:
     return Layout(tuple(shape), stop - start, stop - start, tuple(placed))
 
 
-def narrowed(layout: Layout, start: int, stop: int) -> Layout:
+def narrow_layout(layout: Layout, start: int, stop: int) -> Layout:
     """Return the layout of the elements ``start`` to ``stop`` of a local storage."""
     boxes = []
     for placed in itertools.chain.from_iterable(map(_unbroken, layout.boxes)):

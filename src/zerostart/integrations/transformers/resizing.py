@@ -70,7 +70,7 @@ def _resize_units(root: PreTrainedModel, model: PreTrainedModel, arguments: tupl
     # transformers writes the new size into all of these: restore it after an error.
     owners = [model, model.config.get_text_config(), *layers]
     sizes = [(one, name, getattr(one, name)) for one in owners for name in _SIZES if hasattr(one, name)]
-    with get_record(root).engine.whole_for_a_while(root, layers):
+    with get_record(root).engine.unshard_modules(root, layers):
         try:
             with current_world().phase("resizing the embeddings"):
                 original(model, *arguments)

@@ -7,7 +7,7 @@ from html import escape
 
 from rich.filesize import decimal
 
-from zerostart.engines import titled
+from zerostart.engines import title_of
 from zerostart.errors import printable
 from zerostart.loading.forecast.result import PHASE_TITLES, RankForecast, WorldPlan, number_ranges
 
@@ -41,7 +41,7 @@ th:first-child{text-align:left}
 def page_of(plan: WorldPlan, source: str) -> str:
     """Render the page of the plan of ``source``."""
     ranks = "1 rank" if plan.world_size == 1 else f"{plan.world_size:,} ranks"
-    title = _text(f"{source}: {titled(plan.engine, plan.zero_stage)}, {ranks}")
+    title = _text(f"{source}: {title_of(plan.engine, plan.zero_stage)}, {ranks}")
     facts = (
         f"{decimal(plan.checkpoint_bytes)}, {plan.parameters:,} elements, largest tensor "
         f"{decimal(plan.largest_tensor_bytes)}; {plan.optimizer}; planned in {plan.planning_seconds:.2f} s"

@@ -202,7 +202,7 @@ def open_session(
             # Without the model: accelerate would wrap it in DDP (it knows FSDP2 on accelerators only), and
             # for a module that is sharded already it has nothing to do.
             prepared = accelerator.prepare(optimizer)
-        engine.spare_unreached(model)  # as it is called, so after it is prepared
+        engine.exempt_unreached(model)  # as it is called, so after it is prepared
     loader = accelerator.prepare_data_loader(loader)
     # Not prepared: accelerate steps a prepared scheduler once per rank, ours counts optimizer steps.
     scheduler = learning_rate_schedule(optimizer, train)

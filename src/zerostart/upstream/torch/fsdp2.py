@@ -110,7 +110,7 @@ def has_unreduced(model: nn.Module) -> bool:
 
 
 @contextlib.contextmanager
-def whole_for_a_while(model: nn.Module, modules: Sequence[nn.Module]) -> Iterator[None]:
+def unshard_modules(model: nn.Module, modules: Sequence[nn.Module]) -> Iterator[None]:
     """Make the parameters of ``modules`` whole inside, and shard their new values afterwards.
 
     Collective. Rank 0's values are used; after an error, the old values. ``model`` must be sharded over all
