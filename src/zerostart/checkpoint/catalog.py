@@ -51,7 +51,7 @@ TORCH_NAMES: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One checkpoint tensor: where its elements lie in which file.
+    """Checkpoint tensor: the file and offset of its elements.
 
     What torch loads of it shares memory with the tensors of the same file and storage.
     """
@@ -108,7 +108,7 @@ class Assembled:
 
 @dataclass(frozen=True)
 class Catalog:
-    """All tensors of a checkpoint and the files that hold them."""
+    """Tensors of a checkpoint and the files that hold them."""
 
     #: Directory with the checkpoint's configuration; empty without one. For a URL, a local directory with
     #: copies of the config and tokenizer files.
@@ -129,7 +129,7 @@ class Catalog:
 
     @property
     def weights(self) -> Mapping[str, TensorEntry | Assembled]:
-        """The tensors of the checkpoint by their names, however they are stored."""
+        """Tensors of the checkpoint by name, stored or assembled."""
         return self.tensors if self.assembled is None else self.assembled
 
     @property
@@ -139,7 +139,7 @@ class Catalog:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """Names of the files: absolute paths where they are files."""
+        """File names; absolute paths for local files."""
         return self.storage.files
 
     @property
@@ -154,7 +154,7 @@ class Catalog:
 
 
 def contiguous_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Return True if ``strides`` (elements) are row-major, apart from those without effect."""
+    """Return True if ``strides`` (elements) are effectively row-major."""
     # The stride of a dimension of size 1 and of an empty tensor has no effect.
     step = 1
     for size, stride in zip(reversed(shape), reversed(strides), strict=True):

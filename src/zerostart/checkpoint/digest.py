@@ -35,15 +35,15 @@ class Ranks(Protocol):
     """Ranks that own a part of each tensor."""
 
     def all_reduce_sum(self, values: torch.Tensor, during: str) -> torch.Tensor:
-        """Return the sum over all ranks of a 1-D integer tensor; collective."""
+        """Sum a 1-D integer tensor over all ranks; collective."""
         ...
 
 
 class Digests:
-    """Digests of ``entries`` (name, safetensors dtype, shape), equal on all ranks.
+    """Digests of ``entries`` (name, safetensors dtype, shape).
 
-    Any rank adds each element once, in any order and in any pieces; :meth:`summed` detects missing ones.
-    Safe to share between threads.
+    The digests are equal on all ranks. Any rank adds each element once, in any order and in any pieces;
+    :meth:`summed` detects missing ones. Safe to share between threads.
     """
 
     def __init__(self, entries: Iterable[tuple[str, str, Sequence[int]]]) -> None:
@@ -55,10 +55,11 @@ class Digests:
         self._lock = threading.Lock()
 
     def add(self, name: str, first: int, data: torch.Tensor | bytes | bytearray | memoryview) -> None:
-        """Add elements of tensor ``name``, from element ``first`` in row-major order.
+        """Add elements of a tensor from element ``first``.
 
-        ``data`` is a contiguous 1-D tensor on any device, with elements as wide as the entry's, or
-        their bytes. For dtypes narrower than a byte both begin and end at a byte.
+        Elements count in row-major order. ``data`` is a contiguous 1-D tensor on any device, with
+        elements as wide as the entry's, or their bytes. For dtypes narrower than a byte both begin
+        and end at a byte.
         """
         bits = self._bits(name)
         octets = _octets(data)
@@ -82,10 +83,10 @@ class Digests:
         self._note(name, lanes_of_rows(_bytes_of_rows(data), first * width, step * width))
 
     def summed(self, world: Ranks | None = None) -> dict[str, str]:
-        """Return the digest of each entry, 34 hexadecimal digits; collective, one reduction.
+        """Return the digest of each entry; collective, one reduction.
 
-        ``world`` is None for a single process. Raises CheckpointError if the ranks added more or
-        fewer elements than the entry has.
+        A digest has 34 hexadecimal digits. ``world`` is None for a single process. Raises
+        CheckpointError if the ranks added more or fewer elements than the entry has.
         """
         digests = {}
         for name, (*lanes, elements) in self.sums(world).items():
@@ -99,7 +100,7 @@ class Digests:
         return digests
 
     def sums(self, world: Ranks | None = None) -> dict[str, tuple[int, ...]]:
-        """Return the sums of each entry over all ranks, and the number of elements.
+        """Return sums and element counts over all ranks.
 
         Collective, one reduction; ``world`` is None for a single process.
         """
@@ -127,7 +128,7 @@ class Digests:
                 sums[lane] = (sums[lane] + value) & MASK
 
     def _row(self, name: str) -> list[int]:
-        """Return the sums in halves, whose sum over ranks fits, and the element count."""
+        """Return the sums in halves, and the element count."""
         lanes = self._sums.get(name, [0] * LANES)
         halves = [half for lane in lanes for half in (lane & 0xFFFFFFFF, lane >> 32)]
         return [*halves, self._counts.get(name, 0)]
@@ -139,7 +140,7 @@ def _final(dtype: str, shape: Sequence[int], lanes: Sequence[int]) -> str:
 
 
 def is_comparable(digest: object) -> bool:
-    """Return True if the stored ``digest`` has this module's definition."""
+    """Return True if ``digest`` has this module's definition."""
     return isinstance(digest, str) and len(digest) == 34 and digest.startswith(DEFINITION)
 
 
@@ -155,7 +156,7 @@ def _octets(data: torch.Tensor | bytes | bytearray | memoryview) -> torch.Tensor
 
 
 def _bytes_of_rows(data: torch.Tensor) -> torch.Tensor:
-    """Return [rows, count] as [rows, bytes], without a copy if rows are contiguous."""
+    """Return [rows, count] as [rows, bytes]."""
     if data.stride(1) != 1:
         data = data.contiguous()
     if data.is_complex():

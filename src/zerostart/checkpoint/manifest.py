@@ -40,14 +40,14 @@ _STAGED = re.compile(WEIGHTS.pattern.replace("(-[0-9a-f]{12})?", ""))
 
 
 def is_inside(name: object) -> bool:
-    """Return True if a (possibly hostile) name is below its directory."""
+    """Return True if a name is below its directory."""
     if not isinstance(name, str) or name.startswith("/") or re.search("[\0\ud800-\udfff]", name):
         return False
     return not {"", ".", ".."} & set(name.split("/"))
 
 
 def documents(path: str | Path) -> list[JsonObject]:
-    """Return the document of each content of the directory ``path``.
+    """Return the document of each content of a directory.
 
     Raises VerifyError.
     """
@@ -57,7 +57,7 @@ def documents(path: str | Path) -> list[JsonObject]:
 
 
 def saved_at(document: Mapping[str, object], marker: Path) -> int:
-    """Return the time of the save that ``document`` describes, in nanoseconds.
+    """Return the time of a save, in nanoseconds.
 
     The fallback is the time of the file ``marker``, which copying changes.
     """
@@ -72,7 +72,7 @@ def sealed(document: Mapping[str, object]) -> JsonObject:
 
 
 def check_seal(document: JsonObject, marker: Path) -> None:
-    """Raise CheckpointError if the digest in the file ``marker`` does not match."""
+    """Raise CheckpointError if the seal does not match."""
     seal = document.get(_SEAL)
     if seal is None:
         return
@@ -94,14 +94,14 @@ def _digest(document: Mapping[str, object], entries: Iterable[str]) -> str:
 
 
 def contents_of(document: JsonObject) -> dict[str, JsonObject]:
-    """Return the contents of a document by the names of their weights."""
+    """Return the contents of a document by weights name."""
     contents: dict[str, JsonObject] = dict(document.get("others", {}))
     own = {key: value for key, value in document.items() if key != "others"}
     return {document.get("content", ""): own, **contents}
 
 
 def group_of(name: str, staged: bool = False) -> str:
-    """Return the folder and stem of a weights file; empty for any other file.
+    """Return folder and stem of weights; otherwise empty.
 
     ``staged`` names have no token yet.
     """
@@ -131,7 +131,7 @@ def grouped(names: Iterable[str], staged: bool = False) -> dict[str, list[str]]:
 
 
 def current(place: Path, name: str) -> JsonObject | None:
-    """Return the document called ``name``; None without one. Raises VerifyError."""
+    """Return a document, or None. Raises VerifyError."""
     marker = place / name
     try:
         if not marker.is_file():
@@ -164,7 +164,7 @@ def is_foreign(marker: Path) -> bool:
 
 
 def is_state(directory: Path) -> bool:
-    """Return True if ``directory`` has the document of a training state.
+    """Return True if ``directory`` has a training state.
 
     A script may have a ``state.json`` of another kind.
     """

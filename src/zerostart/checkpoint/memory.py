@@ -22,7 +22,7 @@ from zerostart.errors import ConfigError, EngineError, ReadError
 
 
 def memory_catalog(tensors: Mapping[str, torch.Tensor]) -> Catalog:
-    """Return the catalog of the tensors of a mapping, in its order.
+    """Return the catalog of a mapping of tensors.
 
     Raises ConfigError with the key of a value whose bytes cannot be addressed.
     """
@@ -46,7 +46,7 @@ def _versions(state_dict: object) -> dict[str, dict[str, object]] | None:
 
 
 def signature(catalog: Catalog) -> str:
-    """Return a digest of names, types and shapes, on which all ranks must agree."""
+    """Hash names, types and shapes, for comparison between ranks."""
     digest = hashlib.sha256()
     for entry in catalog.tensors.values():
         digest.update(repr((entry.name, entry.dtype, entry.shape)).encode())
@@ -93,7 +93,7 @@ def _check(name: object, tensor: object) -> None:
 
 
 def move_bytes(to: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy bytes to host memory; waits for a copy from a device."""
+    """Copy bytes to host memory, and wait for it."""
     if source.device.type == "cpu":
         # memmove need not read its target first: a fifth faster than torch's loop.
         np.copyto(to.numpy(), source.numpy())
@@ -102,13 +102,13 @@ def move_bytes(to: torch.Tensor, source: torch.Tensor) -> None:
 
 
 class MemoryReader(Reader):
-    """Thread-safe reader of tensors in memory, on the host or on a device."""
+    """Thread-safe reader of tensors in memory."""
 
     def __init__(self, sources: Sequence[torch.Tensor]) -> None:
         self._sources = sources
 
     def read(self, file: int, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Fill ``buffers`` from source number ``file``. Raises ReadError beyond its end."""
+        """Fill ``buffers`` from a source. Raises ReadError."""
         source = self._sources[file]
         for buffer in buffers:
             part = source[offset : offset + len(buffer)]
@@ -118,7 +118,7 @@ class MemoryReader(Reader):
             offset += len(buffer)
 
     def gather(self, file: int, offset: int, rows: Rows, target: memoryview, step: int) -> None:
-        """Copy rows of source number ``file``. Raises ReadError beyond its end."""
+        """Copy rows of a source. Raises ReadError."""
         source = self._sources[file]
         if offset + rows.span > len(source):
             raise ReadError(f"the storage of tensor number {file} in memory shrank during the load")
@@ -131,7 +131,7 @@ class MemoryReader(Reader):
 
 @dataclass(frozen=True)
 class _Known:
-    """Weak reference to a tensor, with the number of its storage and its ``_mark``."""
+    """Weak reference to a tensor, with storage number and mark."""
 
     reference: weakref.ref[torch.Tensor]
     file: int
@@ -140,7 +140,7 @@ class _Known:
 
 @dataclass(frozen=True)
 class MemoryStorage(Storage):
-    """Storages of the tensors of a mapping, with names for messages."""
+    """Storages of the tensors of a mapping."""
 
     #: Number of tensors.
     count: int = 0
@@ -158,7 +158,7 @@ class MemoryStorage(Storage):
 
     @classmethod
     def of(cls, tensors: Mapping[str, torch.Tensor]) -> tuple[MemoryStorage, dict[str, int]]:
-        """Return the storages of plain tensors, and the storage number of each tensor."""
+        """Return the storages, and the storage number per tensor."""
         numbers: dict[tuple[torch.device, int, int], int] = {}
         number_of_name: dict[str, int] = {}
         files: list[str] = []
@@ -203,11 +203,11 @@ class MemoryStorage(Storage):
         return Residency()
 
     def kept(self, used: Iterable[int] = ()) -> Storage:
-        """Return the storage without its buffers, which are the caller's."""
+        """Return the storage without the caller's buffers."""
         return replace(self, buffers=(), used=frozenset(used))
 
     def recalled(self, purpose: str) -> Storage:
-        """Return the storage with the buffers of the same tensors.
+        """Return the storage with the same buffers again.
 
         Raises EngineError if a used tensor is gone, ReadError if one has changed in place or has
         other memory.
@@ -233,7 +233,6 @@ class MemoryStorage(Storage):
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return all bytes of a tensor's storage, as a view."""
     storage = tensor.untyped_storage()
     empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return empty.set_(storage, 0, (storage.nbytes(),), (1,))

@@ -13,7 +13,7 @@ from zerostart.errors import ConfigError, without_secrets
 
 
 def expanded(path: str | os.PathLike[str]) -> Path:
-    """Return ``path`` with the home directory in place of ``~`` or ``~user``.
+    """Expand ``~`` and ``~user`` in a path.
 
     Raises ConfigError for an unknown user, for a text that is not a path, and for a URL that has lost a
     slash or its name, which would be a local directory.
@@ -38,9 +38,9 @@ _BROKEN_URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):(?:/(?P<rest>.*))
 
 
 def located(path: str | os.PathLike[str]) -> Path | str:
-    """Return the absolute ``path``; a URL without slashes at its end.
+    """Return the absolute path, or a normalised URL.
 
-    Raises ConfigError as ``expanded`` does.
+    A URL loses the slashes at its end. Raises ConfigError as ``expanded`` does.
     """
     return str(path).rstrip("/") if scheme_of(path) else expanded(path).absolute()
 
@@ -60,7 +60,7 @@ _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://.+", re.DOTALL)
 
 
 def scheme_of(source: object) -> str:
-    """Return the scheme of a URL in lower case; empty for a path."""
+    """Return a URL's scheme in lower case, or empty."""
     match = _URL.fullmatch(source) if isinstance(source, str) else None
     return "" if match is None else match["scheme"].lower()
 
@@ -70,13 +70,13 @@ _pending: list[tuple[Path, threading.Thread]] = []
 
 
 def note_pending(path: Path | str, thread: threading.Thread) -> None:
-    """Make later readers of ``path`` or a related path wait for ``thread``."""
+    """Make later readers of ``path`` wait for ``thread``."""
     _pending[:] = [item for item in _pending if item[1].is_alive()]
     _pending.append((_real(path), thread))
 
 
 def wait_for(path: str | os.PathLike[str]) -> None:
-    """Wait until no thread publishes ``path``, a part of it or a parent."""
+    """Wait until no thread publishes ``path``."""
     if not _pending:
         return
     place = _real(path)
@@ -87,7 +87,7 @@ def wait_for(path: str | os.PathLike[str]) -> None:
 
 
 def is_same(first: Path | str, second: Path | str) -> bool:
-    """Return True if two paths are one place, through any links."""
+    """Return True if two paths are one place."""
     return _real(first) == _real(second)
 
 

@@ -30,7 +30,7 @@ _THREADS, _READ_BYTES = 8, 8 << 20
 
 
 def settings_here(storage: Storage) -> str:
-    """Return a local directory with the files next to the weights; empty without any.
+    """Fetch the files next to the weights; return their directory.
 
     Raises ReadError, CheckpointError for a file that is too long, WriteError if there is no room.
     """
@@ -45,7 +45,7 @@ def settings_here(storage: Storage) -> str:
 
 
 def copied(storage: Storage, names: Sequence[str]) -> Path:
-    """Return a local directory with the files ``names``. Raises as ``settings_here``.
+    """Fetch ``names`` into a cached local directory.
 
     The directory has the name of the versions of the files, so that it is fetched once.
     """
@@ -95,7 +95,7 @@ def _fetch(files: Storage, names: Sequence[str], directory: Path) -> None:
 
 @contextlib.contextmanager
 def whole_copy(catalog: Catalog) -> Iterator[str]:
-    """Yield the directory of a checkpoint, or a temporary copy of a URL.
+    """Yield a local directory of the whole checkpoint.
 
     Raises ReadError, and OSError if there is no room.
     """

@@ -42,7 +42,7 @@ class Files:
 
 
 def open_catalog(source: str | os.PathLike[str] | Files, classes: Collection[str] = ()) -> Catalog:
-    """Return the catalog of the checkpoint at ``source``, with every header checked.
+    """Return the checked catalog of the checkpoint at ``source``.
 
     ``source`` is a ``.safetensors`` file, a file of torch.save (``.bin``, ``.pt``, ``.pth``, ``.ckpt``),
     an index file of either kind, a directory with the names of transformers or diffusers or with one
@@ -67,7 +67,7 @@ def open_catalog(source: str | os.PathLike[str] | Files, classes: Collection[str
 
 
 def resolve_source(source: str | os.PathLike[str]) -> Path:
-    """Return the absolute path of ``source``, or of the cached hub snapshot.
+    """Return the absolute path of ``source``.
 
     Raises CheckpointNotFoundError with the places that were searched.
     """
@@ -97,7 +97,7 @@ _WEIGHTS = (("*.safetensors",), ("*.bin", "*.pt", "*.pth", "*.ckpt"))
 def present(
     source: str | os.PathLike[str] | Files, classes: Collection[str] = ()
 ) -> str | os.PathLike[str] | Files:
-    """Fetch ``source`` if it is an uncached hub id, and return it."""
+    """Fetch ``source`` if it is an uncached hub id."""
     if isinstance(source, str) and not scheme_of(source) and _may_be_hub_id(source):
         from huggingface_hub import constants
 
@@ -108,7 +108,7 @@ def present(
 
 
 def fetch_as(root: str, files: Sequence[str]) -> None:
-    """Fetch the hub snapshot ``root`` of another machine, unless it is here.
+    """Fetch the hub snapshot of another machine's ``root``.
 
     The revision is the same, even if its branch has moved. Raises CheckpointNotFoundError.
     """
@@ -119,7 +119,7 @@ def fetch_as(root: str, files: Sequence[str]) -> None:
 
 
 def download(source: str, classes: Collection[str] = ()) -> Path:
-    """Fetch a hub id, optionally ``id@revision``, unless it is in the local cache.
+    """Fetch an uncached hub id, optionally ``id@revision``.
 
     Only the weights that a load reads are fetched, all of one revision. Raises CheckpointNotFoundError if
     the hub has no such model, refuses access, or cannot be reached, ReadError if a download breaks off.
@@ -197,13 +197,13 @@ def _is_whole(path: Path, classes: Collection[str] = ()) -> bool:
 
 
 def config_path(root: str | os.PathLike[str]) -> Path | None:
-    """Return the path of ``config.json`` in directory ``root``, or None without one."""
+    """Return the path of ``config.json``, or None."""
     path = Path(root) / CONFIG_NAME
     return path if path.is_file() else None
 
 
 def read_config(root: str | os.PathLike[str]) -> JsonObject | None:
-    """Return the content of ``config.json`` in directory ``root``, or None without one.
+    """Return the content of ``config.json``, or None.
 
     Of a repeated name the last counts, as in transformers and diffusers, because people edit these files
     by hand. Raises CheckpointError if it is not a JSON object.
@@ -246,7 +246,7 @@ def _cached_snapshot(name: str, looked_for: Path) -> Path:
 
 
 def check_configuration(catalog: Catalog) -> None:
-    """Raise ReadError if the config file has changed since the weights were opened.
+    """Raise ReadError if the config file has changed.
 
     A save may have published new weights while the old ones still exist.
     """
@@ -259,12 +259,12 @@ def check_configuration(catalog: Catalog) -> None:
 
 
 def states_of(catalog: Catalog) -> tuple[FileState | None, ...]:
-    """Return the states of local files when their headers were read; otherwise ()."""
+    """Return the states of local files when opened."""
     return catalog.storage.states if isinstance(catalog.storage, LocalFiles) else ()
 
 
 def seen_here(catalog: Catalog) -> Catalog:
-    """Return the catalog with the states of its files on this machine.
+    """Return the catalog with this machine's file states.
 
     Raises CheckpointNotFoundError for a missing file, ReadError for one of another length.
     """
@@ -284,7 +284,7 @@ def seen_here(catalog: Catalog) -> Catalog:
 
 
 def check_unchanged(catalog: Catalog) -> None:
-    """Raise ReadError if a file was written to since its header was read.
+    """Raise ReadError if a file was written to meanwhile.
 
     A replaced file is allowed: an open file still reads the old one.
     """

@@ -28,9 +28,10 @@ DAMAGED = "the file is damaged, or is not what its name says; download it again"
 
 
 def load_json(raw: bytes, path: str, kind: str, header: bool = False) -> JsonObject:
-    """Parse a JSON object; a ``header`` has only integers and unique names.
+    """Parse a JSON object, strictly for a ``header``.
 
-    Raises CheckpointError; ``path`` and ``kind`` name the file and its part.
+    A header has only integers and unique names. Raises CheckpointError; ``path`` and ``kind`` name the
+    file and its part.
     """
     no_number = _no_number if header else None
     try:
@@ -59,7 +60,7 @@ def load_json(raw: bytes, path: str, kind: str, header: bool = False) -> JsonObj
 
 
 def read_json(path: Path, kind: str, limit: int = MAX_JSON_BYTES) -> JsonObject:
-    """Read the JSON object in a regular file of at most ``limit`` bytes.
+    """Read the JSON object in a small regular file.
 
     ``kind`` names it in messages. Raises ReadError if reading fails, CheckpointError if it is not a
     regular file, not a JSON object, or too large.
@@ -95,7 +96,7 @@ def _finite(value: object) -> Any:
 
 
 def shown(text: str) -> str:
-    """Quote text from a file for a message: no control characters, shortened."""
+    """Quote and shorten text for a message."""
     quoted = ascii(text)
     return quoted if len(quoted) <= 200 else f"{quoted[:160]}... ({len(text)} characters)"
 
@@ -150,7 +151,10 @@ OTHER_FORMATS = {
 
 
 def named_kind(head: bytes) -> str:
-    """Describe a file by its first bytes, with a remedy; empty if unknown."""
+    """Name a file's kind by its first bytes.
+
+    The text includes a remedy; it is empty if unknown.
+    """
     for beginning, kind, remedy in _BEGINNINGS:
         if head.startswith(beginning):
             return f"it is {kind}; {remedy}"

@@ -107,7 +107,7 @@ def _local_file(path: str) -> Storage:
 
 
 def _documents_here(storage: Storage) -> Path:
-    """Return a local directory with copies of the documents at a URL.
+    """Copy the documents at a URL to this machine.
 
     Raises VerifyError.
     """

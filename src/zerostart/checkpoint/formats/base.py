@@ -31,14 +31,14 @@ TRIES = 3
 
 
 class Format(ABC):
-    """Layout of a checkpoint in a local directory or file."""
+    """Checkpoint format of a local directory or file."""
 
     #: Name in the table of formats.
     name: ClassVar[str]
 
     @abstractmethod
     def recognises(self, path: Path) -> bool:
-        """Return True if the existing ``path`` is a checkpoint of this format.
+        """Return True if ``path`` has this format.
 
         The formats are asked in turn until one agrees. It looks at names and first bytes, and reads
         no tensors. Raises CheckpointError for a checkpoint that nobody can open.
@@ -46,7 +46,7 @@ class Format(ABC):
 
     @abstractmethod
     def describe(self, path: Path, classes: Collection[str]) -> Catalog:
-        """Return the catalog of a recognised checkpoint, with every header field checked.
+        """Return the catalog of a recognised checkpoint.
 
         If ``path`` has several models, ``classes`` selects one. Raises CheckpointError for damage,
         CheckpointNotFoundError for a missing file, ReadError if reading fails or a file changes
@@ -84,7 +84,7 @@ def register_format(kind: type[Format]) -> type[Format]:
 
 
 def formats() -> tuple[Format, ...]:
-    """Return all formats in the order in which they are tried.
+    """Return all formats in the order of trial.
 
     Raises ConfigError for a format of another package that cannot be imported.
     """
@@ -100,7 +100,7 @@ def format_of(path: Path) -> Format:
 
 
 def catalog_at(path: Path, classes: Collection[str] = ()) -> Catalog:
-    """Return the catalog of the checkpoint at the absolute ``path``.
+    """Return the catalog at the absolute ``path``.
 
     Weights and config file are those of one save. Raises as ``Format.describe`` does.
     """

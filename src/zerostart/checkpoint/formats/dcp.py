@@ -45,11 +45,11 @@ class TorchDistributed(TrainingFormat):
         return (directory / METADATA).is_file()
 
     def read(self, directory: Path, files: PartFiles) -> TrainingContents:
-        """Read the metadata and the files of all ranks; ``files`` records each one.
+        """Read the metadata and the files of all ranks.
 
-        Weights are at the top, or in one of several entries (``{"model": ..., "optim": ...}``).
-        Optimizer states have the names of ``get_optimizer_state_dict``, ``optim.state.NAME.exp_avg``.
-        Raises CheckpointError for incomplete or compressed files.
+        ``files`` records each file. Weights are at the top, or in one of several entries (``{"model":
+        ..., "optim": ...}``). Optimizer states have the names of ``get_optimizer_state_dict``,
+        ``optim.state.NAME.exp_avg``. Raises CheckpointError for incomplete or compressed files.
         """
         path = directory / METADATA
         with files.opened(path) as (handle, size, _):
@@ -109,7 +109,10 @@ def _add_groups(value: InertObject, pickled: Mapping[str, Any], contents: Traini
 
 
 def _flat(name: str, kind: str) -> tuple[str, str] | None:
-    """Split the name of a flat optimizer entry into parameter and key; otherwise None."""
+    """Split a flat optimizer entry into parameter and key.
+
+    None for any other entry.
+    """
     parameter, _, key = name.removeprefix(kind).rpartition(".")
     return (parameter, key) if name.startswith(kind) and parameter else None
 

@@ -37,14 +37,14 @@ _HARMLESS = (
 
 
 class Storage(NamedTuple):
-    """Record ``data/key`` of the archive, with elements of ``dtype`` (torch's spelling)."""
+    """Record ``data/key`` of the archive, with its dtype."""
 
     key: str
     dtype: str
 
 
 class StoredTensor(NamedTuple):
-    """View of a storage; ``offset`` and ``strides`` count elements of ``dtype``."""
+    """View of a storage; offset and strides in elements."""
 
     storage: Storage
     dtype: str
@@ -68,14 +68,14 @@ class Global:
 
 @dataclass(eq=False, slots=True)
 class InertObject:
-    """Record of a call of ``name`` with ``arguments``, and of the object's ``state``."""
+    """Record of a call, and of the object's ``state``."""
 
     name: str
     arguments: tuple[Any, ...]
     state: Any = None
 
     def get(self, key: str) -> Any:
-        """Return the attribute ``key`` of the state; None without one."""
+        """Return an attribute of the state, or None."""
         for part in self.state if type(self.state) is tuple else (self.state,):
             if isinstance(part, dict) and key in part:
                 return part[key]
@@ -88,7 +88,7 @@ class InertObject:
 
 
 class _Dict(dict[Any, Any]):
-    """Dictionary; ``metadata`` is what torch attaches to a state dict (``_metadata``)."""
+    """Dictionary with the ``_metadata`` of a state dict."""
 
     metadata: Any = None
 
@@ -101,7 +101,7 @@ class _Dict(dict[Any, Any]):
 
 
 def plain_versions(metadata: Mapping[object, object]) -> dict[str, dict[str, object]]:
-    """Return the numbers and strings that torch stores for each module (``_metadata``)."""
+    """Return the plain values of a state dict's ``_metadata``."""
     plain = (int, float, str, bool, type(None))
     return {
         name: {key: value for key, value in entry.items() if type(key) is str and type(value) in plain}
@@ -111,11 +111,12 @@ def plain_versions(metadata: Mapping[object, object]) -> dict[str, dict[str, obj
 
 
 def read_inert_pickle(raw: bytes, path: str, weights: bool = False) -> Any:
-    """Read a pickle into containers, primitives, StoredTensor, Storage, Global and InertObject.
+    """Read a pickle into plain values and inert records.
 
-    Sets become lists, a ``torch.Size`` a ``tuple``. ``path`` serves messages. A file of ``weights`` may name
-    only what ``torch.save`` writes for tensors and plain containers.
-    Raises CheckpointError if the pickle is damaged or refused.
+    The values are containers, primitives, StoredTensor, Storage, Global and InertObject. Sets become
+    lists, a ``torch.Size`` a ``tuple``. ``path`` serves messages. A file of ``weights`` may name only
+    what ``torch.save`` writes for tensors and plain containers. Raises CheckpointError if the pickle is
+    damaged or refused.
     """
     try:
         value = _Unpickler(raw, weights).load()
@@ -189,7 +190,7 @@ class _Unpickler(_InPython):  # type: ignore[misc]
 
 
 def _check_members(value: object, limit: int) -> None:
-    """Raise _Refused if nested containers have more than ``limit`` members in all."""
+    """Raise _Refused for more than ``limit`` nested members."""
     members: dict[int, int] = {}  # of each container and those inside it; 0: not yet counted
     pending = [value]
     while pending:

@@ -36,7 +36,7 @@ class Component:
 
 
 class Pipeline(Format):
-    """Model of a pipeline, selected by its class if there are several."""
+    """Model of a pipeline, selected by its class."""
 
     name = "pipeline"
 
@@ -49,14 +49,15 @@ class Pipeline(Format):
 
 
 def is_pipeline(path: Path) -> bool:
-    """Return True if ``path`` is a directory with a pipeline index."""
+    """Return True if ``path`` has a pipeline index."""
     return (path / PIPELINE_INDEX).is_file()
 
 
 def components(root: Path) -> tuple[Component, ...] | None:
-    """Return the models of the pipeline in ``root`` in index order.
+    """Return the models of the pipeline in ``root``.
 
-    None if there is no index. Raises CheckpointError if the index is not a JSON object.
+    They are in index order. None if there is no index. Raises CheckpointError if the index is not a JSON
+    object.
     """
     if not is_pipeline(root):
         return None
@@ -72,9 +73,10 @@ def components(root: Path) -> tuple[Component, ...] | None:
 
 
 def choose(root: Path, models: Collection[Component], classes: Collection[str]) -> Component:
-    """Return the only component, or the one whose class is among ``classes``.
+    """Choose a component by its class.
 
-    Raises CheckpointError with the names of the components if none or several match.
+    Without ``classes`` it must be the only one. Raises CheckpointError with the names of the components
+    if none or several match.
     """
     if not models:
         raise CheckpointError(

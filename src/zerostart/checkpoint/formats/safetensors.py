@@ -27,10 +27,11 @@ _MAX_COUNT = 2**63 - 1
 def read_header(
     path: str | os.PathLike[str], file_index: int = 0, opened: Opener = open_regular
 ) -> tuple[list[TensorEntry], dict[str, str], int]:
-    """Return the entries of one safetensors file in byte order, its metadata and size.
+    """Return entries, metadata and size of a safetensors file.
 
-    ``opened`` opens the file, a local one by default. Raises CheckpointNotFoundError if there is no such
-    file, CheckpointError if a header field is wrong, ReadError if reading fails.
+    Entries are in byte order. ``opened`` opens the file, a local one by default. Raises
+    CheckpointNotFoundError if there is no such file, CheckpointError if a header field is wrong,
+    ReadError if reading fails.
     """
     name = os.fspath(path)
     with opened(name, "safetensors") as (handle, size):
@@ -54,12 +55,12 @@ def read_header(
 def parse_header(
     raw: bytes, file_size: int, path: str, file_index: int = 0
 ) -> tuple[list[TensorEntry], dict[str, str]]:
-    """Return the entries and metadata of the JSON header ``raw``, in byte order.
+    """Parse the JSON header ``raw`` into entries and metadata.
 
-    ``file_size`` is the size of the whole file in bytes, ``path`` serves messages only, ``file_index`` is
-    the number of the file in the entries. Offsets count from the start of the file. Raises
-    CheckpointError with file and tensor unless every field is right and the tensors cover the rest of the
-    file exactly: no overlap, no hole, nothing after the last.
+    Entries are in byte order. ``file_size`` is the size of the whole file in bytes, ``path`` serves
+    messages only, ``file_index`` is the number of the file in the entries. Offsets count from the start
+    of the file. Raises CheckpointError with file and tensor unless every field is right and the tensors
+    cover the rest of the file exactly: no overlap, no hole, nothing after the last.
     """
     header = load_json(raw, path, "header", header=True)
     metadata = _metadata(header.pop(_METADATA, {}), path)
@@ -79,7 +80,7 @@ def _header_length(prefix: bytes, file_size: int, path: str) -> int:
         )
     if len(prefix) < _PREFIX_BYTES or _PREFIX_BYTES + length > file_size:
         raise CheckpointError(
-            f"{path}: the file is truncated: its header takes {_PREFIX_BYTES + length} bytes, but the "
+            f"{path}: the file is truncated: its header takes {length} bytes, but the "
             f"file has {file_size}; download it again"
         )
     return length

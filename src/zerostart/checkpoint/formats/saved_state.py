@@ -48,12 +48,12 @@ DEEPSPEED, FSDP = "pytorch_model", "pytorch_model_fsdp"
 
 
 class SavedState(Format):
-    """Model of a zerostart training state, possibly in accelerate's folder."""
+    """Model of a zerostart training state."""
 
     name = "state"
 
     def recognises(self, path: Path) -> bool:
-        """Return True unless weights were saved next to the state later."""
+        """Return False if weights were saved next to the state later."""
         if not path.is_dir():
             return False
         return _is_saved_state(path) or _state_within(path) is not None
@@ -93,7 +93,7 @@ def _read_state(path: Path) -> JsonObject:
 def open_saved_state(
     path: Path | str, folders: Sequence[str], read: Callable[[Path], dict[str, object]] = _read_state
 ) -> tuple[JsonObject, list[Catalog]]:
-    """Return the document of the training state in ``path``, and catalogs of ``folders``.
+    """Return the document and catalogs of a training state.
 
     ``path`` is a directory or its URL. Only files that the document names count. ``read`` reads the
     document in a directory, and may raise for one that it refuses. Raises as ``open_catalog`` does.
@@ -142,7 +142,7 @@ def is_stored_state(storage: Storage) -> bool:
 
 
 def is_state_alone(storage: Storage) -> bool:
-    """Return True if a URL is a training state without weights next to it."""
+    """Return True if a URL is only a training state."""
     return is_stored_state(storage) and not {*STANDARD_NAMES} & {*storage.names()}
 
 
@@ -153,10 +153,11 @@ def _weights_of(document: dict[str, object], folder: str) -> list[str]:
 
 
 def state_in(directory: str | os.PathLike[str], number: int = 0, tag: str | None = None) -> Path | None:
-    """Find zerostart's training state in ``directory``, or of model ``number`` of accelerate.
+    """Find zerostart's newest training state in ``directory``.
 
-    Returns the newest zerostart state, whatever other libraries have left next to it; None without one.
-    ``tag`` is DeepSpeed's name of one of several states, which restricts the search to it.
+    ``number`` selects a model of accelerate. Returns the newest zerostart state, whatever other libraries
+    have left next to it; None without one. ``tag`` is DeepSpeed's name of one of several states, which
+    restricts the search to it.
     """
     folder = Path(directory)
     own = f"{DEEPSPEED}_{number}" if number else DEEPSPEED
@@ -184,7 +185,7 @@ _warned: set[tuple[Path, Path]] = set()
 
 
 def tell_of_newer(directory: Path, own: Path) -> None:
-    """Warn once if ``directory`` has another library's checkpoint newer than ``own``."""
+    """Warn once about a newer checkpoint of another library."""
     try:
         stock = stock_time(directory)
         is_newer = stock is not None and stock[1] > (own / STATE_MARKER).stat().st_mtime
@@ -202,5 +203,5 @@ def tell_of_newer(directory: Path, own: Path) -> None:
 
 
 def is_tag(name: str) -> bool:
-    """Return True if ``name`` can be a folder next to its file."""
+    """Return True if ``name`` can name a sibling folder."""
     return name not in ("", ".", "..") and "/" not in name and "\\" not in name and "\0" not in name

@@ -41,11 +41,11 @@ _CONVERT = (
 def read_torch_file(
     path: str | os.PathLike[str], file_index: int = 0, opened: Opener = open_regular
 ) -> tuple[list[TensorEntry], dict[str, str], int]:
-    """Return the entries of a torch file in state dict order, notes, and its size.
+    """Return entries, notes and size of a torch file.
 
-    Raises CheckpointNotFoundError if there is no such file, CheckpointError if it is not a zip archive of
-    torch, holds anything but plain tensors and containers, or contradicts itself, ReadError if reading
-    fails.
+    Entries are in state dict order. Raises CheckpointNotFoundError if there is no such file,
+    CheckpointError if it is not a zip archive of torch, holds anything but plain tensors and containers,
+    or contradicts itself, ReadError if reading fails.
     """
     name = os.fspath(path)
     with opened(name, "torch") as (handle, size):
@@ -60,7 +60,10 @@ def read_torch_file(
 
 
 class _Bytes(io.RawIOBase):
-    """Part of an open file for ``zipfile``; one read returns at most ``MAX_READ_BYTES``."""
+    """Part of an open file, for ``zipfile``.
+
+    One read returns at most ``MAX_READ_BYTES``.
+    """
 
     def __init__(self, handle: HeaderBytes, base: int, size: int, path: str) -> None:
         self._handle, self._base, self._size, self._path, self._at = handle, base, size, path, 0
@@ -88,7 +91,7 @@ class _Bytes(io.RawIOBase):
 
 
 class TorchArchive:
-    """Open archive: the content of its pickle, and the offsets of its storages.
+    """Open archive: its pickle and the offsets of storages.
 
     It may be a part of a file: ``size`` bytes from byte ``base``. Raises CheckpointError if torch did not
     write it.
@@ -119,16 +122,18 @@ class TorchArchive:
         self._storages = {name: self._locate(name) for name in self._records if name.startswith(begin)}
 
     def value(self, weights: bool = False) -> Any:
-        """Return the content of the pickle; ``weights`` allows only tensors and containers.
+        """Return the content of the pickle.
 
-        Raises CheckpointError if the pickle is refused, damaged, or too large.
+        ``weights`` allows only tensors and plain containers. Raises CheckpointError if the pickle is
+        refused, damaged, or too large.
         """
         return read_inert_pickle(self._read(f"{self._prefix}data.pkl"), self._path, weights)
 
     def entry(self, name: str, tensor: StoredTensor, file_index: int, first: str = "") -> TensorEntry:
-        """Return the entry of one tensor, whose first name in the file is ``first``.
+        """Return the entry of one tensor.
 
-        Raises CheckpointError unless it is inside its storage.
+        ``first`` is the first name of the tensor in the file. Raises CheckpointError unless it is
+        inside its storage.
         """
         if (dtype := TORCH_NAMES.get(tensor.dtype)) is None:
             self._refuse(name, f"has elements of type {tensor.dtype}, which this version does not read")

@@ -36,7 +36,7 @@ STATE = ":"
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """Parameter group of an optimizer: pickled ``settings`` and names of parameters."""
+    """Settings and parameter names of an optimizer group."""
 
     settings: dict[str, Any]
     parameters: tuple[str, ...]
@@ -44,7 +44,7 @@ class ParameterGroup:
 
 @dataclass
 class TrainingContents:
-    """Content of a training checkpoint: stored tensors, assembled tensors and plain values."""
+    """Content of a training checkpoint."""
 
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
     #: Weights by name, and optimizer states as ``exp_avg:NAME`` and the like.
@@ -65,7 +65,7 @@ class TrainingContents:
 
 
 def is_shape(value: Any) -> TypeGuard[tuple[int, ...]]:
-    """Return True if a pickled value is the sizes of a tensor."""
+    """Return True if a pickled value is a shape."""
     few = type(value) is tuple and len(value) <= MAX_DIMENSIONS  # a hostile pickle may share one of millions
     return few and all(type(size) is int and size >= 0 for size in value)
 
@@ -83,10 +83,10 @@ def names_of(value: Any) -> tuple[str, ...]:
 def from_runs(
     name: str, shape: Sequence[int], dtype: str, runs: Iterable[tuple[TensorEntry, int, int]]
 ) -> Assembled:
-    """Assemble a tensor whose row-major order is ``runs`` of stored rows.
+    """Assemble a tensor from runs of stored rows.
 
-    A run is the stored tensor (1-D), its first element, and the number of elements. The end of the last
-    run may be padding. Raises CheckpointError if the runs are too short.
+    ``runs`` are in row-major order. A run is the stored tensor (1-D), its first element, and the number
+    of elements. The end of the last run may be padding. Raises CheckpointError if the runs are too short.
     """
     total = prod(shape)
     parts: list[tuple[tuple[Piece, ...], int]] = []
@@ -122,9 +122,10 @@ def from_runs(
 def from_boxes(
     name: str, shape: Sequence[int], dtype: str, boxes: Iterable[tuple[TensorEntry, Sequence[int]]]
 ) -> Assembled:
-    """Assemble a tensor from stored boxes with their origins; ``check_whole`` checks the tiling.
+    """Assemble a tensor from stored boxes.
 
-    Raises CheckpointError for a box of another type.
+    Boxes have origins; ``check_whole`` checks the tiling. Raises CheckpointError for a box of another
+    type.
     """
     pieces: list[Piece] = []
     for entry, origin in boxes:
@@ -150,7 +151,7 @@ _MOST_PAIRS = 1 << 22
 
 # Uninitialised memory must never become weights, however a reader errs about a damaged directory.
 def check_whole(assembled: Mapping[str, Assembled]) -> None:
-    """Raise CheckpointError, naming the tensor, unless the pieces of each tensor tile its shape."""
+    """Raise CheckpointError unless pieces tile their tensors."""
     for tensor in assembled.values():
         shape, name = tensor.shape, shown(tensor.name)
         for piece in tensor.pieces:
@@ -174,7 +175,7 @@ def check_whole(assembled: Mapping[str, Assembled]) -> None:
 
 
 def _are_disjoint(pieces: Sequence[Piece]) -> bool:
-    """Return True if no two pieces have a common element."""
+    """Return True if no two pieces overlap."""
     # Sorted by the first dimension, so that a box is compared only with those that begin before its end.
     boxes = sorted((piece.origin, piece.extent) for piece in pieces)
     pairs = 0
@@ -205,7 +206,7 @@ Placing = Callable[[str, StoredTensor], TensorEntry]
 
 
 class PartFiles:
-    """Files that a training checkpoint is read from, numbered for the entries.
+    """Files of a training checkpoint, numbered for the entries.
 
     ``reading`` is the last opened file, for messages.
     """
@@ -239,7 +240,7 @@ class PartFiles:
         self._states.append(before)
 
     def number(self, entry: TensorEntry) -> float:
-        """Read the value of a stored tensor of one element.
+        """Read the value of a one-element tensor.
 
         Raises CheckpointError for another type.
         """
@@ -252,7 +253,7 @@ class PartFiles:
             return float(struct.unpack(form, handle.read(length, entry.offset))[0])
 
     def settings(self, values: Mapping[Any, Any], place: Placing) -> dict[str, Any]:
-        """Return the settings of an optimizer group; scalar tensors become numbers."""
+        """Return group settings; scalar tensors become numbers."""
         settings = {}
         for key, value in values.items():
             if type(value) is StoredTensor and value.shape == ():
@@ -262,7 +263,7 @@ class PartFiles:
         return settings
 
     def torch_file(self, path: Path) -> tuple[object, Placing]:
-        """Return the content of a ``torch.save`` file, and a function that locates its tensors."""
+        """Return a torch file's content, and its tensor locator."""
         with self.opened(path) as (handle, size, number):
             archive = TorchArchive(handle, size, str(path))
             value = archive.value()
@@ -275,22 +276,22 @@ class PartFiles:
 
 
 class TrainingFormat(Format):
-    """Format of directories with a shard of weights and optimizer from each rank."""
+    """Format of directories with the shards of ranks."""
 
     @abstractmethod
     def holds(self, directory: Path) -> bool:
-        """Return True if ``directory`` itself has the files of the ranks."""
+        """Return True if ``directory`` has files of ranks."""
 
     @abstractmethod
     def read(self, directory: Path, files: PartFiles) -> TrainingContents:
-        """Read the files of all ranks; ``files`` records each one.
+        """Read the files of all ranks.
 
-        Raises CheckpointError and CheckpointNotFoundError if they are incomplete, ReadError if
-        reading fails.
+        ``files`` records each file. Raises CheckpointError and CheckpointNotFoundError if they are
+        incomplete, ReadError if reading fails.
         """
 
     def recognises(self, path: Path) -> bool:
-        """Return True for such files in ``path`` or a directory that it names.
+        """Return True if ``path`` leads to such files.
 
         Whole weights in ``path`` take precedence.
         """
@@ -302,7 +303,7 @@ class TrainingFormat(Format):
         return located is not None and located[1] is self
 
     def describe(self, path: Path, classes: Collection[str]) -> Catalog:
-        """Return the catalog of the weights; ``training_states`` has the optimizer too."""
+        """Return the catalog of the weights only."""
         files = PartFiles()
         with _damage_named(path, files):
             located = _locate(path)
@@ -317,7 +318,7 @@ def _weights(contents: TrainingContents) -> dict[str, Assembled]:
 
 
 def training_states(directory: Path) -> tuple[TrainingContents, Catalog, Catalog] | None:
-    """Return the contents of such a directory, and catalogs of weights and optimizer states.
+    """Return contents and catalogs of weights and optimizer states.
 
     In the second catalog a state has the name ``optimizer/KEY/NAME``. None for another directory. Raises
     CheckpointError and CheckpointNotFoundError if files are incomplete, ReadError if reading fails.
@@ -345,7 +346,7 @@ def training_states(directory: Path) -> tuple[TrainingContents, Catalog, Catalog
 
 
 def stock_time(directory: Path) -> tuple[Path, float] | None:
-    """Return the path of such a checkpoint and the time of its last file.
+    """Return path and newest file time of such a checkpoint.
 
     The time is in seconds; None if ``directory`` has none. Raises the errors of the search.
     """
@@ -367,7 +368,7 @@ def _read(place: Path, format_: TrainingFormat, files: PartFiles) -> TrainingCon
 
 @contextlib.contextmanager
 def _damage_named(directory: Path, files: PartFiles) -> Iterator[None]:
-    """Convert errors of damaged files to a CheckpointError with the file name."""
+    """Convert errors of damaged files to a named CheckpointError."""
     try:
         yield
     except ZerostartError as error:
@@ -429,6 +430,6 @@ def _locate(directory: Path, depth: int = 0) -> tuple[Path, TrainingFormat] | No
 
 
 def _root(directory: Path, located: Path) -> str:
-    """Find the directory with the config file: that of the weights, or a parent."""
+    """Find the directory with the config file."""
     places = [directory, located, *located.parents[:2]]
     return str(next((place for place in places if (place / CONFIG_NAME).is_file()), directory))

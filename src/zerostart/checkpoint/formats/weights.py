@@ -47,16 +47,16 @@ HEADER_THREADS = 8
 
 
 class Weights(Format):
-    """Checkpoint of transformers or diffusers, or any single weights file."""
+    """Weights of transformers or diffusers, or a single file."""
 
     name = "weights"
 
     def recognises(self, path: Path) -> bool:
-        """Return True: this format is tried last, and its errors explain any path."""
+        """Return True: the last format explains any path."""
         return True
 
     def describe(self, path: Path, classes: Collection[str]) -> Catalog:
-        """Return the catalog of a file, or of a directory's index or only file."""
+        """Return the catalog of a file, index or directory."""
         # A save may replace files between listing and opening: the index or single file has then changed, and
         # the directory is listed again.
         for _ in range(TRIES):
@@ -76,12 +76,12 @@ class Weights(Format):
 
 
 def has_weights(directory: Path) -> bool:
-    """Return True if the directory has weights under a name of transformers or diffusers."""
+    """Return True if weights have a standard name."""
     return any((directory / name).exists() for name in STANDARD_NAMES)
 
 
 def weights_in(directory: Path) -> Path:
-    """Find the weights or index file of a directory by transformers' and diffusers' rules."""
+    """Find the weights or index file of a directory."""
     for name in STANDARD_NAMES:
         if (directory / name).exists():
             return directory / name
@@ -89,7 +89,7 @@ def weights_in(directory: Path) -> Path:
 
 
 def weights_among(of_directory: Iterable[str], directory: str) -> str:
-    """Choose the weights or index file among file names, as ``weights_in`` does."""
+    """Choose the weights or index file among names."""
     every = set(of_directory)
     for name in STANDARD_NAMES:
         if name in every:
@@ -140,7 +140,7 @@ def _open_index(index: Path) -> Catalog:
 
 
 def shards_of(index: Path) -> list[str]:
-    """Return the file names that an index lists. Raises CheckpointError."""
+    """Return the files of an index. Raises CheckpointError."""
     return sorted(set(_listed(read_json(index, "index"), index).values()))
 
 
@@ -160,7 +160,7 @@ def _listed(document: JsonObject, index: Path | str) -> dict[str, str]:
 
 
 def _check_shard_name(index: Path | str, name: str, file: object) -> None:
-    """Check that a shard is below its index, by its name.
+    """Check that a shard is below its index.
 
     Only by its name: in the hub cache every shard is a link out of the directory, to a blob.
     """
@@ -184,7 +184,7 @@ def _check_shard_name(index: Path | str, name: str, file: object) -> None:
 def _read_file(
     path: str, number: int, storage: Storage | None = None
 ) -> tuple[list[TensorEntry], dict[str, str], FileState | None]:
-    """Return entries, metadata and state of one file, local or in ``storage``.
+    """Return entries, metadata and state of one file.
 
     Raises ReadError if a local file changes meanwhile.
     """
@@ -205,7 +205,7 @@ def _read_file(
 def catalog_of(
     root: Path, files: Sequence[Path], index_map: dict[str, str] | None = None, index: Path | None = None
 ) -> Catalog:
-    """Parse all headers and join them; ``index_map`` maps names of an index to files."""
+    """Parse and join all headers; check ``index_map``."""
     paths = [str(file) for file in files]
     tensors, metadata, versions, states = _joined(paths)
     if index_map is not None and index is not None:
@@ -238,7 +238,7 @@ def storage_catalog(storage: Storage) -> Catalog:
 
 
 def _document(storage: Storage) -> JsonObject:
-    """Read the only file of a storage as a JSON object.
+    """Read the only file of a storage as JSON.
 
     Raises CheckpointError for a long one.
     """
@@ -251,7 +251,7 @@ def _document(storage: Storage) -> JsonObject:
 def _joined(
     paths: Sequence[str], storage: Storage | None = None
 ) -> tuple[dict[str, TensorEntry], dict[str, str], dict[str, Any] | None, tuple[FileState, ...]]:
-    """Tensors, metadata and versions of all files together, and the states of local files."""
+    """Join tensors, metadata, versions and states of all files."""
     with ThreadPoolExecutor(max(1, min(HEADER_THREADS, len(paths)))) as pool:
         headers = list(pool.map(_read_file, paths, range(len(paths)), [storage] * len(paths)))
     tensors: dict[str, TensorEntry] = {}

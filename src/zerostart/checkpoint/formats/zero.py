@@ -48,13 +48,14 @@ class Zero(TrainingFormat):
     name = "zero"
 
     def holds(self, directory: Path) -> bool:
-        """Return True if the directory has a rank's optimizer states."""
+        """Return True if there are optimizer states of ranks."""
         return any(_OPTIMIZER.fullmatch(entry.name) for entry in directory.iterdir())
 
     def read(self, directory: Path, files: PartFiles) -> TrainingContents:
-        """Read the files of all ranks; ``files`` records each one.
+        """Read the files of all ranks.
 
-        Raises CheckpointError for files that are incomplete or of several jobs.
+        ``files`` records each file. Raises CheckpointError for files that are incomplete or of
+        several jobs.
         """
         states = read_model_states(directory, files)
         contents = states.contents
@@ -85,7 +86,7 @@ class Zero(TrainingFormat):
 
 @dataclass(frozen=True)
 class Base:
-    """Optimizer that ZeRO wraps: states of each buffer, and settings of the groups."""
+    """States and settings of the optimizer that ZeRO wraps."""
 
     buffer_states: Sequence[dict[str, Any]]
     grouped: Sequence[int]
@@ -94,7 +95,10 @@ class Base:
 
     @classmethod
     def of(cls, states: Mapping[str, object], place: Placing) -> Base:
-        """Parse the pickled ``states`` of ZeRO's optimizer; ``place`` locates tensors."""
+        """Parse the pickled ``states`` of ZeRO's optimizer.
+
+        ``place`` locates tensors.
+        """
         base = states.get("base_optimizer_state", states.get("optimizer_state_dict"))
         if not isinstance(base, dict) or not isinstance(base.get("state"), dict):
             return cls((), (), (), place)
@@ -107,7 +111,7 @@ class Base:
         return cls(buffer_states, [g for _, g in numbers], settings, place)
 
     def step(self, files: PartFiles) -> float:
-        """Return the optimizer step of the first buffer; 0 if unknown."""
+        """Return the optimizer step; 0 if unknown."""
         value = self.buffer_states[0].get("step") if self.buffer_states else None
         if value is None and self.settings:
             value = self.settings[0].get("step")
@@ -116,7 +120,7 @@ class Base:
         return float(value) if isinstance(value, int | float) else 0.0
 
     def like(self, shapes: Sequence[tuple[int, ...]]) -> dict[str, list[StoredTensor]]:
-        """Return the states, by name, whose buffers have the ``shapes`` of the masters."""
+        """Return the states with the shapes of the masters."""
         if len(self.buffer_states) != len(shapes):
             return {}
         return {
@@ -145,7 +149,7 @@ class Base:
 
 @dataclass(frozen=True)
 class _Rank:
-    """File of one rank: its buffers by kind (masters, optimizer states) and number."""
+    """Buffers of one rank's file, by kind and number."""
 
     path: Path
     stage: int
@@ -220,7 +224,7 @@ def _scale(scaler: object) -> dict[str, object]:
 
 
 def _overlaps(starts: Sequence[int], at: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """Yield interval number, first element and count where [at, stop) overlaps ``starts``."""
+    """Yield number, start and count of overlaps with [at, stop)."""
     for number, (low, high) in enumerate(pairwise(starts)):
         first, last = max(at, low), min(stop, high)
         if first < last:
@@ -273,7 +277,7 @@ _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 @dataclass(frozen=True)
 class ModelStates:
-    """Contents of the model state files, and shapes of the trained parameters."""
+    """Contents of model state files, and parameter shapes."""
 
     contents: TrainingContents
     #: Shapes of trained parameters, by their groups.
@@ -301,7 +305,10 @@ def add_ties(contents: TrainingContents) -> TrainingContents:
 
 
 def read_model_states(directory: Path, files: PartFiles) -> ModelStates:
-    """Read the model state files. Raises CheckpointError if they are incomplete."""
+    """Read the model state files. Raises CheckpointError.
+
+    Fails if they are incomplete.
+    """
     files_of_ranks = []
     for path in by_rank(directory, _MODEL):
         value, place = files.torch_file(path)
@@ -402,7 +409,7 @@ def _shapes(group: object) -> dict[str, tuple[int, ...]]:
 
 
 def _pairs(value: Any) -> Iterator[tuple[Any, object]]:
-    """Yield the items of a dictionary, or of a list of pairs (older versions)."""
+    """Yield the items of a dictionary or pair list."""
     yield from value.items() if isinstance(value, dict) else value
 
 
@@ -412,14 +419,15 @@ class Universal(TrainingFormat):
     name = "universal"
 
     def holds(self, directory: Path) -> bool:
-        """Return True if a parameter has a folder with its masters."""
+        """Return True if a parameter folder has masters."""
         zero = directory / "zero"
         return zero.is_dir() and any((entry / f"{MASTERS}.pt").is_file() for entry in zero.iterdir())
 
     def read(self, directory: Path, files: PartFiles) -> TrainingContents:
-        """Read the folders of all parameters; ``files`` records each file.
+        """Read the folders of all parameters.
 
-        Raises CheckpointError for files that ds_to_universal.py does not write.
+        ``files`` records each file. Raises CheckpointError for files that ds_to_universal.py does not
+        write.
         """
         states = read_model_states(directory, files)
         contents, shapes = states.contents, states.shapes

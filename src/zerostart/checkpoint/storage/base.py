@@ -36,7 +36,7 @@ class Rows:
 
     @property
     def span(self) -> int:
-        """Number of bytes from the first row's start to the last row's end."""
+        """Number of bytes from first to last."""
         return (self.count - 1) * self.stride + self.width
 
 
@@ -56,26 +56,26 @@ class Reader(ABC):
 
     @abstractmethod
     def read(self, file: int, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Fill ``buffers`` in order from byte ``offset`` of file number ``file``.
+        """Fill ``buffers`` from byte ``offset`` of a file.
 
         Raises ReadError with the name of the file if bytes are missing or the file was replaced.
         """
 
     def gather(self, file: int, offset: int, rows: Rows, target: memoryview, step: int) -> None:
-        """Read rows from ``offset`` of file number ``file`` into ``target``, ``step`` bytes apart.
+        """Read rows into ``target``, ``step`` bytes apart.
 
-        Raises ReadError as ``read`` does.
+        They begin at ``offset`` of file number ``file``. Raises ReadError as ``read`` does.
         """
         # One request for each row; some readers override this with a faster way.
         for row in range(rows.count):
             self.read(file, offset + row * rows.stride, [target[row * step : row * step + rows.width]])
 
     def announce(self, file: int, offset: int, rows: Rows) -> None:
-        """Announce a later read, so that the reader can fetch ahead."""
+        """Announce a later read, which may be fetched ahead."""
         return  # not abstract: most have no use for it
 
     def note(self) -> str:
-        """Describe in a few words how the data was read, for the report."""
+        """Describe for the report how data was read."""
         return ""
 
 
@@ -83,7 +83,7 @@ class HeaderBytes(Protocol):
     """Open file of a storage, for readers of headers."""
 
     def read(self, length: int, offset: int) -> bytes:
-        """Read ``length`` bytes from ``offset``; fewer only at the end of the file.
+        """Read ``length`` bytes; fewer only at the end.
 
         Raises ReadError.
         """
@@ -96,20 +96,20 @@ Opener = Callable[[str, str], AbstractContextManager[tuple[HeaderBytes, int]]]
 
 @dataclass(frozen=True, slots=True)
 class RequestCost:
-    """Seconds until the first byte of a request, and bytes per second after it."""
+    """Latency in seconds and rate in bytes per second."""
 
     latency: float
     rate: float
 
     @property
     def gap(self) -> int:
-        """Largest gap in bytes that is cheaper to read than a second request."""
+        """Largest gap in bytes cheaper than a request."""
         return max(FETCHED_GAP, min(MOST_GAP, int(self.latency * self.rate)))
 
 
 @dataclass(frozen=True)
 class Residency:
-    """Distance of the bytes from this machine, for choosing how to read them."""
+    """Distance of the bytes from this machine."""
 
     #: Short name of the file system or store.
     kind: str = ""
@@ -127,7 +127,7 @@ class Residency:
 
 @dataclass(frozen=True)
 class Storage(ABC):
-    """Files of a catalog; plain data that is sent from rank to rank."""
+    """Files of a catalog, as plain data."""
 
     #: File names.
     files: tuple[str, ...]
@@ -151,7 +151,7 @@ class Storage(ABC):
 
     @classmethod
     def at(cls, source: str) -> Storage:
-        """Open the storage at a URL, with its files in order.
+        """Open the storage at a URL.
 
         One rank calls it. Raises CheckpointNotFoundError if nothing is there, ReadError if a request
         fails.
@@ -160,7 +160,7 @@ class Storage(ABC):
 
     @abstractmethod
     def reader(self, *, cold: bool = False, direct: bool = False) -> Reader:
-        """Create a reader for one load; see ``Residency`` for ``cold`` and ``direct``."""
+        """Create a reader for one load; see ``Residency``."""
 
     @property
     def nbytes(self) -> int:
@@ -169,12 +169,12 @@ class Storage(ABC):
 
     @property
     def name(self) -> str:
-        """Name for messages about a source without a path or URL."""
+        """Name for messages without a path or URL."""
         return self.files[0] if len(self.files) == 1 else f"{self.files[0]} and {len(self.files) - 1} more"
 
     @property
     def gap(self) -> int:
-        """Largest gap in bytes that is fetched together with the rows around it."""
+        """Largest gap in bytes that is fetched with rows."""
         return FETCHED_GAP if self.cost is None else self.cost.gap
 
     def names(self) -> tuple[str, ...]:
@@ -182,9 +182,10 @@ class Storage(ABC):
         return tuple(file.removeprefix(f"{self.folder}/") for file in self.files)
 
     def named(self, names: Sequence[str]) -> Storage:
-        """Return the current files of these names in ``folder``, in this order.
+        """Return the named files in ``folder``.
 
-        Raises CheckpointNotFoundError for a missing file, ReadError if a request fails.
+        They are in the given order, with their current sizes. Raises CheckpointNotFoundError for a
+        missing file, ReadError if a request fails.
         """
         raise NotImplementedError(f"{type(self).__name__} has no directories")
 
@@ -193,22 +194,22 @@ class Storage(ABC):
         raise NotImplementedError(f"{type(self).__name__} has no directories")
 
     def measured(self) -> Storage:
-        """Return the storage with its ``cost``, measured by a few requests. Raises ReadError."""
+        """Return the storage with measured ``cost``. Raises ReadError."""
         return self
 
     def residency(self) -> Residency:
-        """Estimate the distance of the bytes; looks at a few files and reads none."""
+        """Estimate the distance of the bytes without reading."""
         return Residency(kind=self.schemes[0] if self.schemes else "", resident=None, remote=True)
 
     def identity(self, file: int) -> Hashable:
-        """Return a value that changes when the contents of file number ``file`` change.
+        """Return a value that changes with a file's contents.
 
         None if the file does not exist any more. The default is the known size.
         """
         return self.sizes[file]
 
     def kept(self, used: Iterable[int] = ()) -> Storage:
-        """Return what is needed to read the files ``used`` again later.
+        """Return what a later read of ``used`` needs.
 
         The result keeps no file open.
         """
@@ -238,7 +239,7 @@ class Storage(ABC):
 
     @contextlib.contextmanager
     def opened(self, number: int) -> Iterator[tuple[HeaderBytes, int]]:
-        """Open file number ``number`` to read its header: its bytes and its size."""
+        """Open a file's header: its bytes and size."""
         with self.reader() as reader:
             yield _Ranges(reader, number, self.sizes[number]), self.sizes[number]
 
@@ -265,9 +266,10 @@ _registered: dict[str, type[Storage]] = {}
 
 
 def register_storage(kind: type[Storage]) -> type[Storage]:
-    """Register ``kind`` for its URL schemes in this process; also a decorator.
+    """Register a storage class for its URL schemes.
 
-    Raises ConfigError for a scheme of another storage, and for a class without its own ``at``.
+    Only in this process; also a decorator. Raises ConfigError for a scheme of another storage, and for a
+    class without its own ``at``.
     """
     if not kind.schemes:
         raise ConfigError(f"{kind.__name__} has no URL schemes; set schemes, a tuple of names")
@@ -284,7 +286,7 @@ def register_storage(kind: type[Storage]) -> type[Storage]:
 
 
 def storage_at(source: object) -> Storage | None:
-    """Open the storage at a URL; return None for a path.
+    """Open the storage at a URL; None for paths.
 
     Raises ConfigError for an unknown scheme.
     """

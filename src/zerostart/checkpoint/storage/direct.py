@@ -24,9 +24,9 @@ BOUNCE_BYTES = 2 << 20
 
 
 def open_direct(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int | None:
-    """Open a file for direct access; return None if that is unsupported.
+    """Open a file for direct access, if supported.
 
-    Raises OSError.
+    Return None if it is not supported. Raises OSError.
     """
     try:
         return os.open(path, flags | os.O_CLOEXEC | os.O_DIRECT)
@@ -42,7 +42,7 @@ def read_direct(
     offset: int,
     bounce: mmap.mmap,
 ) -> int:
-    """Read bytes at ``offset`` into ``buffers`` through ``bounce``; return their number.
+    """Read at ``offset`` through ``bounce``; return the byte count.
 
     0 means the end of the file.
     """
@@ -61,9 +61,9 @@ def read_direct(
 
 
 def whole_pages(view: memoryview, offset: int) -> tuple[int, int]:
-    """Return the range of ``view`` that is whole pages when written at ``offset``.
+    """Return the range of ``view`` with whole pages.
 
-    Empty if memory and file have different offsets in their pages.
+    ``offset`` is that of the write. Empty if memory and file have different offsets in their pages.
     """
     begin = min(-offset % PAGE, view.nbytes)
     address = np.frombuffer(view, np.uint8).ctypes.data if view.nbytes else 0

@@ -27,21 +27,21 @@ class FileState:
 
     @classmethod
     def of(cls, file: int | str) -> FileState:
-        """Return the state of an open file or a path. Raises OSError."""
+        """Return the state of a file. Raises OSError."""
         # The inode reveals a replaced file that has the same size and time.
         status = os.stat(file)  # noqa: PTH116
         return cls(status.st_size, status.st_mtime_ns, status.st_ino)
 
     @classmethod
     def at(cls, path: str) -> FileState | None:
-        """Return the state of the file at ``path``; None if there is none."""
+        """Return the state of a file, or None."""
         try:
             return cls.of(path)
         except OSError:
             return None
 
     def changed_to(self, now: FileState | None) -> str:
-        """Describe the change of a file whose state is ``now`` another."""
+        """Describe the change to the state ``now``."""
         if now is None:
             return "was removed"
         if now.size != self.size:
@@ -51,7 +51,7 @@ class FileState:
 
 @contextlib.contextmanager
 def open_regular(path: str, kind: str) -> Iterator[tuple[HeaderBytes, int]]:
-    """Open the regular file ``path``: its bytes and its size.
+    """Open a regular file: its bytes and size.
 
     ``kind`` names its format in messages. Raises CheckpointNotFoundError if there is none,
     CheckpointError if it is not a regular file, ReadError if it cannot be opened.
@@ -74,9 +74,10 @@ def open_regular(path: str, kind: str) -> Iterator[tuple[HeaderBytes, int]]:
 
 
 def read_small(path: str, limit: int = 4096, kind: str = "training") -> bytes:
-    """Read a file of at most ``limit`` bytes; ``kind`` names its format in messages.
+    """Read a file of at most ``limit`` bytes.
 
-    Raises as ``open_regular``, and CheckpointError for a longer file.
+    ``kind`` names its format in messages. Raises as ``open_regular``, and CheckpointError for a longer
+    file.
     """
     with open_regular(path, kind) as (handle, size):
         if size > limit:
@@ -110,7 +111,7 @@ DELAYS = (0.05, 0.1, 0.2, 0.4)
 
 
 def read_some(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
-    """Read some bytes, retrying transient errors; return 0 at the end of the file."""
+    """Read some bytes, retrying transient errors; 0 at the end."""
     for delay in DELAYS:
         try:
             return os.preadv(descriptor, buffers, offset)

@@ -16,7 +16,10 @@ SAMPLED_FILES, MOSTLY_ABSENT = 4, 0.1
 
 @dataclass(frozen=True)
 class LocalFiles(Storage):
-    """Local files; ``files`` are absolute paths, ``identities`` their states when they were opened."""
+    """Local files with absolute paths.
+
+    ``identities`` are their states when they were opened.
+    """
 
     @classmethod
     def known(cls, paths: Iterable[str], states: Sequence[FileState]) -> LocalFiles:

@@ -53,7 +53,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Size of an object, and a mark that changes when it is replaced.
+    """Size and version mark of an object.
 
     The mark is the ETag or, without one, the modification time.
     """
@@ -64,7 +64,7 @@ class Found:
 
 @dataclass(frozen=True)
 class ObjectFiles(Storage):
-    """Files at URLs; ``identities`` are the marks of the objects when they were opened."""
+    """Files at URLs; ``identities`` are marks of objects."""
 
     #: URL prefix of the file names, before the key.
     root: str = field(default="", kw_only=True)
@@ -158,10 +158,10 @@ class ObjectFiles(Storage):
         return "was removed" if now is None else f"was replaced: its ETag is {now} and was {before}"
 
     def fetch(self, file: int, offset: int, length: int, write: Callable[[int, memoryview], None]) -> None:
-        """Read a byte range and pass its pieces to ``put``, with their offsets.
+        """Read a byte range in pieces.
 
-        obstore retries failed requests. If the object has an ETag, it also continues interrupted
-        responses.
+        ``write`` receives each piece with its offset. obstore retries failed requests. If the object
+        has an ETag, it also continues interrupted responses.
         """
         name = self.files[file]
         if offset + length > self.sizes[file]:
@@ -204,7 +204,7 @@ class ObjectFiles(Storage):
         return file.removeprefix(self.root)
 
     def _find(self, key: str) -> Found | None:
-        """Request the metadata of an object; return None if it does not exist."""
+        """Request an object's metadata, or return None."""
         with _errors(f"{self.root}{key}: asking the store failed"):
             try:
                 return _parse_metadata(_obstore().head(self._store, key))
@@ -219,7 +219,7 @@ class ObjectFiles(Storage):
                 return None
 
     def _list(self, folder: str) -> dict[str, Found] | None:
-        """Return the objects directly in ``folder``; None if the store cannot list."""
+        """List the objects in ``folder``; None if refused."""
         if self._is_signed:
             return None
         try:
@@ -245,7 +245,7 @@ class ObjectFiles(Storage):
         return bool(urlsplit(self.base).query)
 
     def _request_all(self, keys: Iterable[str], request: Callable[[str], T | None]) -> dict[str, T]:
-        """Call ``request`` for each key in threads; return the results other than None."""
+        """Call ``request`` for each key in threads."""
         unique_keys = list(dict.fromkeys(keys))
         with ThreadPoolExecutor(max(1, min(MAX_METADATA_REQUESTS, len(unique_keys)))) as pool:
             answers = dict(zip(unique_keys, pool.map(request, unique_keys), strict=True))
@@ -304,7 +304,6 @@ class ObjectReader(Reader):
         self._storage.fetch(file, offset, sum(map(len, buffers)), fill)
 
     def gather(self, file: int, offset: int, rows: Rows, target: memoryview, step: int) -> None:
-        """Read rows in one request if the gaps cost less than more requests."""
         if rows.stride - rows.width > self._storage.gap:
             super().gather(file, offset, rows, target, step)
             return
@@ -322,7 +321,7 @@ class ObjectReader(Reader):
 
 
 def open_store(base: str, retries: int, writing: bool = False) -> ObjectStore:
-    """Open the store at ``base``, or return the open one. Raises ConfigError."""
+    """Open the store at ``base``. Raises ConfigError."""
     _check_process()
     prefixes = ("AWS_", "GOOGLE_", "AZURE_", "SSL_CERT_")
     settings = tuple(sorted(item for item in os.environ.items() if item[0].startswith(prefixes)))
@@ -364,7 +363,7 @@ def _opened(base: str, settings: tuple[tuple[str, str], ...], writing: bool, ret
 
 
 def _aws_profile(settings: Mapping[str, str]) -> dict[str, Any]:
-    """Read the settings of the user's AWS profile for obstore. Raises ConfigError."""
+    """Read the user's AWS profile. Raises ConfigError."""
     files = (("AWS_CONFIG_FILE", "~/.aws/config"), ("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials"))
     have_files = [os.path.exists(os.path.expanduser(settings.get(name, file))) for name, file in files]  # noqa: PTH110, PTH111
     if _CREDENTIALS & settings.keys() or not (any(have_files) or "AWS_PROFILE" in settings):
@@ -415,7 +414,10 @@ _first_process: list[int] = []
 
 
 def _check_process() -> None:
-    """Raise ConfigError in a forked process, where obstore has no threads and would hang."""
+    """Raise ConfigError in a forked process.
+
+    obstore has no threads there and would hang.
+    """
     if _first_process and _first_process[0] != os.getpid():
         raise ConfigError(
             "this process was forked from one that has used a store, so it cannot use stores: start it by "
@@ -430,7 +432,7 @@ def _parse_metadata(meta: ObjectMeta) -> Found:
 
 
 def _is_refused(error: Exception) -> bool:
-    """Return True if the store refuses this request or does not support it."""
+    """Return True if the store refuses this request."""
     kinds = _obstore().exceptions
     refused = (kinds.PermissionDeniedError, kinds.UnauthenticatedError, kinds.NotSupportedError)
     return isinstance(error, refused) or re.search(r"status code: (40[0135]|501)", str(error)) is not None
@@ -438,7 +440,7 @@ def _is_refused(error: Exception) -> bool:
 
 @contextlib.contextmanager
 def _errors(failed: str, removed: str = "") -> Iterator[None]:
-    """Convert errors of obstore to a ReadError that starts with ``failed``."""
+    """Convert obstore errors to a ReadError."""
     try:
         yield
     except (ReadError, ConfigError):
@@ -463,7 +465,7 @@ def _remedy(error: Exception) -> str:
 
 
 def error_text(error: Exception) -> str:
-    """Return the text of an obstore error in one line, without secrets."""
+    """Return an obstore error without secrets."""
     text, _, debugging = str(error).partition("\n\nDebug source")
     if "error sending request" in text and (reasons := [*_REASON.finditer(debugging)]):
         address, reason = _ADDRESS.search(debugging), reasons[-1]

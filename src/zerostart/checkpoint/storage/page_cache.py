@@ -18,9 +18,10 @@ SAMPLES = 64
 
 
 def file_system(path: str | os.PathLike[str]) -> str:
-    """Return the file system type of ``path``, such as ``ext4``; empty if unknown.
+    """Return the file system type, such as ``ext4``.
 
-    Source: ``/proc/self/mountinfo``, see proc(5); several mounts of one device have one type.
+    Empty if unknown. Source: ``/proc/self/mountinfo``, see proc(5); several mounts of one device have one
+    type.
     """
     try:
         number = Path(path).stat().st_dev
@@ -36,12 +37,12 @@ def file_system(path: str | os.PathLike[str]) -> str:
 
 
 def direct_suits(kind: str) -> bool:
-    """Return True if direct access may be faster on this file system type."""
+    """Return True if direct access may be faster."""
     return bool(kind) and kind not in NETWORK and kind not in MEMORY and hasattr(os, "O_DIRECT")
 
 
 def resident_share(files: Sequence[str]) -> float:
-    """Sample the share of the files in the page cache, from 0 to 1.
+    """Sample the share in the page cache, 0 to 1.
 
     Files that cannot be opened count as absent: the reader raises the error.
     """

@@ -114,7 +114,6 @@ class FileReader(Reader):
         return refused if self.refused else ""
 
     def _some(self, descriptor: int, direct: int | None, buffers: Sequence[memoryview], offset: int) -> int:
-        """Read some bytes, through the page cache or round it."""
         if direct is not None:
             try:
                 return read_direct(direct, buffers, offset, self._bounce())
@@ -164,7 +163,7 @@ class FileReader(Reader):
             return self._open[file]
 
     def _check(self, file: int, descriptor: int) -> None:
-        """Raise ReadError unless the open file is unchanged since its header was read."""
+        """Raise ReadError if the open file has changed."""
         state = FileState.of(descriptor)
         if state.size != self._sizes[file] and file not in self._states:
             self._states[file] = replace(state, size=self._sizes[file])
@@ -187,7 +186,7 @@ ADVICE_BYTES = 512 << 10
 
 
 def advise(descriptor: int, offset: int, rows: Rows) -> None:
-    """Ask the kernel to fetch the rows into the page cache."""
+    """Ask the kernel to prefetch the rows."""
     if not hasattr(os, "posix_fadvise"):
         return
     is_whole = rows.stride - rows.width <= FETCHED_GAP

@@ -20,7 +20,7 @@ PART_BYTES, MAX_PARTS_IN_FLIGHT, MAX_PARTS = 8 << 20, 2, 10_000
 
 @dataclass(frozen=True)
 class StoreDirectory:
-    """A directory of an object store, as the target of a save.
+    """Directory of an object store, as a save target.
 
     Its methods raise WriteError.
     """
@@ -33,7 +33,7 @@ class StoreDirectory:
 
     @classmethod
     def at(cls, url: str) -> StoreDirectory:
-        """Parse a directory URL. Raises ConfigError if zerostart cannot save there."""
+        """Parse a directory URL. Raises ConfigError."""
         if scheme_of(url) not in STORES:
             raise ConfigError(
                 f"{shown_url(url)}: zerostart saves only to local directories, s3://, gs:// and az://; save "
@@ -48,7 +48,7 @@ class StoreDirectory:
         return cls(f"{root}{key}".rstrip("/"), base, f"{key}/" if key else "")
 
     def list(self) -> dict[str, int]:
-        """Return the size of each object below the directory, by name."""
+        """Return the size of each object, by name."""
         import obstore
 
         with self._errors("", "listing"):
@@ -56,7 +56,7 @@ class StoreDirectory:
             return {one["path"][len(self.prefix) :]: one["size"] for batch in batches for one in batch}
 
     def read(self, name: str) -> bytes | None:
-        """Read an object; return None if it does not exist."""
+        """Read an object, or return None."""
         import obstore
 
         with self._errors(name, "reading"):
@@ -102,7 +102,7 @@ class StoreDirectory:
 
 
 class ObjectWriter:
-    """Upload of one object, in order; readers see it only after ``close``.
+    """Sequential upload of one object, visible after ``close``.
 
     The store compares the checksum of each part with the bytes that arrive (S3; others rely on TLS).
     """

@@ -22,11 +22,11 @@ LOCK_NAME = "lock"
 
 @contextlib.contextmanager
 def lock_directory(path: Path, timeout: float = LOCK_TIMEOUT_S) -> Iterator[bool | None]:
-    """Hold the lock of saves into ``path``; yield False on a timeout.
+    """Hold the lock of saves into ``path``.
 
-    Yields None if the file system has no locks. The lock is a file, since network file systems cannot
-    lock directories; a killed process releases it. Raises OSError, and WriteError for a link in its
-    place.
+    Yield False on a timeout. Yields None if the file system has no locks. The lock is a file, since
+    network file systems cannot lock directories; a killed process releases it. Raises OSError, and
+    WriteError for a link in its place.
     """
     hidden = path / HIDDEN
     end = time.monotonic() + timeout
@@ -76,7 +76,7 @@ def _is_file(path: Path, handle: int) -> bool:
 
 
 def write_whole(path: Path, data: bytes, part: Path) -> None:
-    """Write ``path`` under the temporary name ``part`` and rename it, after a sync.
+    """Write a file under a temporary name, and rename it.
 
     Raises OSError.
     """
@@ -111,7 +111,7 @@ def sync(path: Path, flags: int = 0) -> None:
 
 
 def free_space(path: str | os.PathLike[str]) -> int | None:
-    """Return the bytes that this user may write at ``path``; None if unknown.
+    """Return the free bytes at ``path``, or None.
 
     The path need not exist.
     """
@@ -127,7 +127,7 @@ def free_space(path: str | os.PathLike[str]) -> int | None:
 
 
 def check_space(path: str | os.PathLike[str], nbytes: int, content: str) -> None:
-    """Raise WriteError if ``nbytes`` do not fit on the file system of ``path``.
+    """Raise WriteError if ``nbytes`` do not fit.
 
     ``content`` names the data in the message.
     """

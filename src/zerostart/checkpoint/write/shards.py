@@ -84,7 +84,7 @@ def plan_shards(
     total_parameters: int | None = None,
     before: Mapping[str, int] | None = None,
 ) -> SaveLayout:
-    """Distribute tensors (name, safetensors dtype, shape) over files as save_pretrained does.
+    """Distribute tensors over files as save_pretrained does.
 
     In the given order each file takes as many tensors as fit into ``max_shard_size`` bytes and into a
     readable header; a larger tensor gets its own file. One file is called ``model.safetensors``, several
@@ -142,14 +142,14 @@ def _filled(entries: Iterable[TensorEntry], limit: int) -> list[list[TensorEntry
 
 
 def _header_bytes(entry: TensorEntry) -> int:
-    """Return the maximum number of bytes that a tensor adds to a header."""
+    """Return the header bytes of a tensor, at most."""
     return 128 + 20 * len(entry.shape) + len(json.dumps(entry.name))
 
 
 def _as_before(
     entries: Mapping[str, TensorEntry], before: Mapping[str, int], limit: int
 ) -> list[list[TensorEntry]] | None:
-    """Return the source files of ``entries``; None if ``limit`` would divide them differently."""
+    """Return the source files if ``limit`` allows them."""
     # A tensor without a source file has no place among the old ones.
     if not entries or not entries.keys() <= before.keys():
         return None

@@ -54,7 +54,7 @@ CONTENT = ("config.json", "adapter_config.json")
 
 @dataclass
 class RenamePlan:
-    """Renames and deletions that publish one content of a save.
+    """Renames and deletions that publish one content.
 
     All names are paths relative to the directory.
     """
@@ -90,17 +90,18 @@ class RenamePlan:
 
 
 class Staging:
-    """A save into the directory ``path``; one process creates it for all writers.
+    """Save into a directory, created by one process.
 
-    Writers put all files below ``directory``. Then :meth:`complete` publishes them, or :meth:`discard`
-    deletes them. ``discard`` may be called at any time, and repeatedly.
+    All writers use its ``directory``. Writers put all files below ``directory``. Then :meth:`complete`
+    publishes them, or :meth:`discard` deletes them. ``discard`` may be called at any time, and
+    repeatedly.
     """
 
     def __init__(self, path: str | os.PathLike[str], marker: str = MARKER) -> None:
-        """Create the directories and recover from a killed save. Raises WriteError.
+        """Create the directories and recover from a killed save.
 
-        ``marker`` is the file name of the document, empty for none. Readers find the files of a training
-        state through its document, and others by the usual names of weights.
+        ``marker`` is the file name of the document, empty for none. Readers find the files of a
+        training state through its document, and others by the usual names of weights.
         """
         # Resolved once: a link that changes later must not redirect the save.
         self.path = Path(os.path.realpath(expanded(path)))
@@ -136,11 +137,12 @@ class Staging:
             sync_directory(place.parent)
 
     def complete(self, document: JsonObject) -> dict[str, str]:
-        """Sync and publish all files; return the new names of weights.
+        """Publish all files; return the new weights names.
 
-        The written document has the entries of ``document`` and "files", with "bytes" and "sha256" of each
-        file. Weights whose folder has an entry in "digests" get no "sha256". Entries that "files" already
-        contains are kept; their files need not be staged. The result maps staged names to new names.
+        The written document has the entries of ``document`` and "files", with "bytes" and "sha256" of
+        each file. Weights whose folder has an entry in "digests" get no "sha256". Entries that
+        "files" already contains are kept; their files need not be staged. The result maps staged
+        names to new names.
 
         Raises WriteError. The directory is then unchanged, unless the message says otherwise.
         """
@@ -186,7 +188,7 @@ class Staging:
         return plan.before
 
     def discard(self) -> None:
-        """Delete unpublished files; complete a save whose switch is done."""
+        """Delete unpublished files; complete a switched save."""
         # The caller raises its own error. The next save deletes what cannot be deleted now.
         with contextlib.suppress(OSError, ZerostartError), self._lock:
             if self.directory.parent.is_dir():
@@ -195,7 +197,6 @@ class Staging:
             _remove_empty(place)
 
     def _describe(self, name: str, document: JsonObject) -> JsonObject:
-        """Return the size of a file, and its SHA-256 unless its tensors have digests."""
         file = self.directory / name
         is_hashed = self._marker and str(Path(name).parent) not in document.get("digests", {})
         if file.suffix == ".safetensors" and not is_hashed:
@@ -204,7 +205,7 @@ class Staging:
 
 
 class _Planner:
-    """Planner of one content of a save; it turns ``document`` into the published one."""
+    """Planner of one content; it completes ``document``."""
 
     def __init__(
         self, path: Path, token: str, marker: str, by_document: bool, key: str, document: JsonObject
@@ -272,7 +273,7 @@ class _Planner:
         self._drop(old, lambda found: found == group)
 
     def _plan_companion(self, name: str) -> None:
-        """Plan to rename a file other than weights, but replace no foreign file."""
+        """Plan to rename a companion, but replace no foreign file."""
         target = self._path / name
         if not self._exists(name):
             if _is_content(name):
@@ -289,7 +290,7 @@ class _Planner:
             del self._files[name]
 
     def _drop(self, names: Iterable[str], matches: Callable[[str], bool]) -> None:
-        """Plan to delete old weights of matching groups, with or without a token."""
+        """Plan to delete old weights of matching groups."""
         for name in names:
             groups = {group_of(name), group_of(name, staged=True)} - {""}
             new = name in self._files or name == self.plan.switch
@@ -302,7 +303,7 @@ class _Planner:
                 self.plan.drop.append(name)
 
     def _other_contents(self) -> JsonObject:
-        """Return the other contents of the document whose weights still exist."""
+        """Return the other contents with existing weights."""
         if self.plan.marker != MARKER:
             return {}
         contents = {}
@@ -360,7 +361,7 @@ def _switch(path: Path, staged: Path, plan: RenamePlan) -> None:
 
 
 def _finish(path: Path, staged: Path, plan: RenamePlan) -> None:
-    """Do the steps after the switch, also if some are done already. Raises OSError."""
+    """Do the remaining steps after the switch. Raises OSError."""
     if plan.replaced_file:
         (path / plan.replaced_file).unlink(missing_ok=True)
     for name in dict.fromkeys((*plan.after, *([plan.marker] if plan.marker else []))):
@@ -376,14 +377,14 @@ def _finish(path: Path, staged: Path, plan: RenamePlan) -> None:
 
 
 def _undo(path: Path, staged: Path, plan: RenamePlan) -> None:
-    """Delete the files that a save renamed before its switch. Raises OSError."""
+    """Undo the renames before the switch. Raises OSError."""
     for name, new in plan.before.items():
         if not os.path.lexists(staged / name):
             (path / new).unlink(missing_ok=True)
 
 
 def _recover(path: Path, token: str = "*") -> None:
-    """Complete or undo killed saves and delete their staged files. Raises OSError.
+    """Complete or undo killed saves. Raises OSError.
 
     The caller holds the lock.
     """
@@ -408,7 +409,7 @@ def _recover(path: Path, token: str = "*") -> None:
 
 
 def clear_leftovers(path: Path) -> None:
-    """Recover from a killed save, and delete the directory if it is empty.
+    """Recover, and delete an empty directory.
 
     Does nothing while a save runs. Raises OSError.
     """
@@ -421,10 +422,10 @@ def clear_leftovers(path: Path) -> None:
 
 
 def finish_switched(path: Path) -> None:
-    """Complete a save killed after its switch, or wait for a running one.
+    """Complete a save after its switch, or wait.
 
-    Readers call it first. Raises CheckpointError if a config file is from the checkpoint before and this
-    process cannot replace it.
+    It waits for a running save. Readers call it first. Raises CheckpointError if a config file is from
+    the checkpoint before and this process cannot replace it.
     """
     if not _switched_plans(path):
         return
@@ -442,7 +443,7 @@ def finish_switched(path: Path) -> None:
 
 
 def _switched_plans(path: Path) -> list[tuple[Path, RenamePlan]]:
-    """Return staging folders and plans of saves that have switched but not ended."""
+    """Return folders and plans of unfinished, switched saves."""
     plans = ((file.with_suffix(""), _read_plan(file)) for file in (path / HIDDEN).glob(f"*{PLAN_SUFFIX}"))
     return [
         (staged, plan)
@@ -453,10 +454,10 @@ def _switched_plans(path: Path) -> list[tuple[Path, RenamePlan]]:
 
 
 def remove(path: Path, marker: str) -> None:
-    """Delete the files of a document, and the directory if it is empty.
+    """Delete the files of a document.
 
-    The document is deleted first: from then on the directory is no checkpoint. Raises OSError and
-    ZerostartError.
+    Also delete the directory if it is empty. The document is deleted first: from then on the directory is
+    no checkpoint. Raises OSError and ZerostartError.
     """
     with lock_directory(path) as held:
         if held is False:
@@ -517,7 +518,7 @@ def _is_content(name: str) -> bool:
 
 
 def describe(path: Path) -> JsonObject:
-    """Return the size and SHA-256 of a file, as documents have them."""
+    """Return the size and SHA-256 of a file."""
     with path.open("rb") as file:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
@@ -528,7 +529,7 @@ def _linked_parent(path: Path, name: str) -> Path | None:
 
 
 def _folders_of(names: Iterable[str]) -> list[str]:
-    """Return all parent folders of the files, outer ones first."""
+    """Return all parent folders, outer ones first."""
     return sorted({parent.as_posix() for name in names for parent in PurePosixPath(name).parents} - {"."})
 
 
@@ -539,7 +540,7 @@ def _files_below(directory: Path) -> list[str]:
 
 @contextlib.contextmanager
 def write_errors(path: Path | str, state: str) -> Iterator[None]:
-    """Convert an OSError to a WriteError that describes the ``state`` of the directory."""
+    """Convert OSError to a WriteError with ``state``."""
     try:
         yield
     except ZerostartError:

@@ -37,7 +37,7 @@ logger = logging.getLogger("zerostart")
 
 
 class StoreStaging:
-    """A save into a directory of an object store; rank 0 has it.
+    """Save into a store, run by rank 0.
 
     Small files are written to the local ``directory``. Ranks upload the files that ``begin_files`` names.
     Then :meth:`complete` publishes all of them, or :meth:`discard` deletes them.
@@ -73,7 +73,7 @@ class StoreStaging:
             )
 
     def begin_files(self, folder: str, layout: SaveLayout) -> list[str]:
-        """Return the stored names of the files of ``layout``, and write their index."""
+        """Return stored names for ``layout``; write the index."""
         begin = "" if folder == "." else f"{folder}/"
         (self.directory / folder).mkdir(parents=True, exist_ok=True)
         names = [begin + file.name for file in layout.files]
@@ -97,15 +97,16 @@ class StoreStaging:
         return stored
 
     def hold(self, name: str, writer: ObjectWriter) -> bool:
-        """Keep the upload of ``name`` open until ``complete`` if its end publishes it."""
+        """Keep a publishing upload open until ``complete``."""
         if name in self._singles:
             self._held.append(writer)
         return name in self._singles
 
     def complete(self, document: dict[str, Any]) -> dict[str, str]:
-        """Publish all files; return the changed names of weights by their layout names.
+        """Publish all files; return the changed weights names.
 
-        ``document`` becomes the document of the save. Raises WriteError.
+        The result has their layout names as keys. ``document`` becomes the document of the save.
+        Raises WriteError.
         """
         paths = sorted(path for path in self.directory.rglob("*") if path.is_file())
         small = {path.relative_to(self.directory).as_posix(): path for path in paths}
@@ -152,7 +153,7 @@ class StoreStaging:
             writer.close()
 
     def discard(self) -> None:
-        """Delete the uploads unless readers may use them; may be called repeatedly."""
+        """Delete unpublished uploads; may be repeated."""
         self._held.clear()
         self._temporary.cleanup()
         if not self._published:
@@ -164,7 +165,7 @@ class StoreStaging:
                 logger.warning("%s; delete what the failed save has left yourself", error)
 
     def _listed(self) -> set[str]:
-        """Return the files that the documents of the directory list."""
+        """Return the files of the directory's documents."""
         contents = [one for document in self._documents.values() for one in contents_of(document).values()]
         return {name for one in contents for name in one["files"] if is_inside(name)}
 
@@ -208,7 +209,7 @@ class StoreStaging:
         return self._there[name] != len(data) or self._store.read(name) != data
 
     def _read_json(self, name: str) -> dict[str, Any] | None:
-        """Return the JSON object ``name``; None if it is missing or damaged."""
+        """Return a JSON object, or None."""
         data = self._store.read(name) if name in self._there else None
         try:
             document = json.loads(data or b"null")
@@ -218,7 +219,7 @@ class StoreStaging:
 
 
 def _is_document(document: dict[str, Any]) -> bool:
-    """True if a JSON object lists files as a document of zerostart does."""
+    """Return True if zerostart wrote the document."""
     more = document.get("others", {})
     contents = [document, *(more.values() if isinstance(more, dict) else [None])]
     has_files = all(isinstance(one, dict) and isinstance(one.get("files"), dict) for one in contents)

@@ -25,11 +25,12 @@ DIRECT = 256 << 10
 
 
 class CheckpointWriter:
-    """Writes the files of ``layout`` into ``directory``; all methods raise WriteError with the file.
+    """Writer of the files of ``layout``.
 
-    The directory is the staging folder of a save, which publishes or deletes the files. One process uses the
-    writer as a context manager. Of several, the first calls :meth:`create`, then each :meth:`write` and
-    :meth:`close`, then the first :meth:`commit`, with barriers between. ``durable`` syncs the files.
+    All methods raise WriteError with the file. The directory is the staging folder of a save, which
+    publishes or deletes the files. One process uses the writer as a context manager. Of several, the
+    first calls :meth:`create`, then each :meth:`write` and :meth:`close`, then the first :meth:`commit`,
+    with barriers between. ``durable`` syncs the files.
     """
 
     def __init__(self, directory: str | os.PathLike[str], layout: SaveLayout, durable: bool = True) -> None:
@@ -70,7 +71,7 @@ class CheckpointWriter:
             self._pwrite(memoryview(file.header), 0, position)
 
     def write(self, name: str, data: bytes | bytearray | memoryview, offset: int = 0) -> None:
-        """Write contiguous ``data`` at byte ``offset`` of tensor ``name``; thread-safe.
+        """Write contiguous ``data`` into a tensor; thread-safe.
 
         Raises CheckpointError if the layout has no such tensor, or if the bytes do not fit into it.
         """
@@ -78,7 +79,7 @@ class CheckpointWriter:
         self.write_rows(name, view, offset, view.nbytes, 1, 1)
 
     def write_rows(self, name: str, data: memoryview, offset: int, length: int, step: int, rows: int) -> None:
-        """Write ``rows`` of ``length`` bytes, ``step`` bytes apart in ``data`` and the tensor.
+        """Write ``rows`` of ``length`` bytes, ``step`` bytes apart.
 
         The first goes to byte ``offset``; bytes between rows are unchanged. Raises as :meth:`write`
         does.
@@ -95,11 +96,14 @@ class CheckpointWriter:
             self._write_pages(data[begin : begin + length], entry.offset + offset + begin, entry.file)
 
     def goes_round(self, nbytes: int) -> bool:
-        """Return True if a write of ``nbytes`` bypasses the page cache; see :meth:`lead`."""
+        """Return True if the write bypasses the page cache.
+
+        The memory must have the offset of :meth:`lead`.
+        """
         return self._direct and nbytes >= DIRECT
 
     def lead(self, name: str, offset: int) -> int:
-        """Return the offset in a memory page that a direct write needs."""
+        """Return the memory page offset for direct writes."""
         return (self.layout.tensors[name].offset + offset) % PAGE
 
     def close(self) -> None:
@@ -127,7 +131,7 @@ class CheckpointWriter:
                 raise WriteError(f"{self.directory}: writing the index failed: {error}") from error
 
     def discard(self) -> None:
-        """Close the files, which the owner of the directory deletes."""
+        """Close the files without a sync."""
         self._durable = False
         self.close()
 
