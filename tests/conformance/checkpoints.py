@@ -1,4 +1,4 @@
-"""A checkpoint of random values in the layout of the hub, for each identifier."""
+"""A checkpoint of random values in the hub's layout, for each identifier."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,12 +11,12 @@ from tests.conformance.registry import Unavailable, candidates, claims
 from tests.tiny import edit_tensors
 from zerostart.upstream.transformers.models import without_weights
 
-#: Largest model that counts as small.
+#: Maximum number of parameters of a small model.
 MOST_PARAMETERS = 8_000_000
 
 
 def choose(identifier: str) -> tuple[Any, Any]:
-    """The model class and small configuration that stand for an identifier.
+    """Return the model class and small configuration of an identifier.
 
     Raises Unavailable with the reasons if no class of the identifier builds small and has its conversions.
     """
@@ -26,7 +26,7 @@ def choose(identifier: str) -> tuple[Any, Any]:
             config = small_config(kind, identifier)
             with without_weights(torch.float32):
                 model: Any = kind(config)
-        except Exception as error:  # each architecture refuses in its own way
+        except Exception as error:  # each architecture fails in its own way
             reasons.append(f"{kind.__name__}: {type(error).__name__}: {' '.join(str(error).split())[:160]}")
             continue
         size = sum(p.numel() for p in model.parameters())
@@ -40,13 +40,13 @@ def choose(identifier: str) -> tuple[Any, Any]:
 
 
 def randomise(model: torch.nn.Module) -> None:
-    """Random values in every parameter and every persistent buffer."""
+    """Fill every parameter and persistent buffer with random values."""
     generator = torch.Generator().manual_seed(11)
-    done: set[int] = set()
+    finished: set[int] = set()
     for tensor in (*model.parameters(), *model.state_dict().values()):
-        if tensor.data_ptr() in done or not tensor.numel():
+        if tensor.data_ptr() in finished or not tensor.numel():
             continue
-        done.add(tensor.data_ptr())
+        finished.add(tensor.data_ptr())
         with torch.no_grad():
             if tensor.is_floating_point() or tensor.is_complex():
                 values = torch.randn(tensor.shape, generator=generator, dtype=torch.float32)
@@ -76,17 +76,17 @@ def save(
 
 
 def keep_prefixes(model: Any) -> None:
-    """Have ``save_pretrained`` revert changes of prefixes as well, which it leaves out for a new model."""
+    """Let ``save_pretrained`` also revert changes of prefixes, which it skips for a new model."""
     model._weight_conversions = mapping_of(model)
 
 
 def changes_prefixes(model: Any) -> bool:
-    """Whether a prefix is among the conversions of ``model``."""
+    """Return True if the conversions of ``model`` change prefixes."""
     return any(type(entry).__name__ == "PrefixChange" for entry in mapping_of(model))
 
 
 def mapping_of(model: Any) -> list[Any]:
-    """The conversions of ``model`` without the ones for names of old releases."""
+    """Return the conversions of ``model`` without those for names of old releases."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     mapping: list[Any] = get_model_conversion_mapping(model, add_legacy=False)
@@ -94,9 +94,9 @@ def mapping_of(model: Any) -> list[Any]:
 
 
 def transpose_checked(model: Any, path: Path) -> int:
-    """Turn tensors round that the hub has transposed; ``save_pretrained`` leaves them as the model has them.
+    """Transpose tensors that the hub stores transposed, which ``save_pretrained`` does not.
 
-    They are those of a ``Transpose`` that looks at the shape to see whether there is anything to do.
+    They belong to a ``Transpose`` that decides by the shape.
     """
     checked = [
         entry

@@ -1,4 +1,4 @@
-"""Small configurations: the library's defaults, shrunk, and what single types need besides."""
+"""Small configurations: the library's defaults, shrunk, with changes for single types."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,7 +7,7 @@ from zerostart.models.shrink import tiny
 
 Fields = Mapping[str, Any]
 
-#: A convolutional backbone in place of one from a library that is not installed.
+#: A convolutional backbone instead of one from a library that is not installed.
 _RESNET: Fields = {
     "model_type": "resnet",
     "embedding_size": 8,
@@ -36,8 +36,8 @@ _SAPIENS_DEEP: Fields = {
     "head_config": {**_SAPIENS_HEAD, "upsample_kernel_sizes": [4, 4], "conv_kernel_sizes": [1, 1]}
 }
 
-#: Fields set after shrinking, wherever a configuration of the model type stands, or by the identifier.
-#: A nested mapping is merged, one with another model type takes the place of what was there.
+#: Fields set after shrinking, by model type or identifier. Nested mappings are merged, unless they have
+#: another model type.
 OVERRIDES: Mapping[str, Fields] = {
     "BeitForSemanticSegmentation": {
         "num_hidden_layers": 4,
@@ -90,7 +90,7 @@ OVERRIDES: Mapping[str, Fields] = {
         "code2wav_config": {"decoder_dim": 32, "codebook_size": 16},
     },
     "qwen3_omni_moe_talker_text": {"shared_expert_intermediate_size": 24},
-    # Not square, or a transposed tensor would have the shape that the model expects.
+    # Not square: a transposed tensor would otherwise have the expected shape.
     "qwen3_vl_moe_text": {"moe_intermediate_size": 24},
     "qwen4_exp_text": {
         "indexer_n_heads": 4,
@@ -129,13 +129,13 @@ OVERRIDES: Mapping[str, Fields] = {
 
 
 def small_config(kind: Any, identifier: str) -> Any:
-    """A small configuration for the model class ``kind``."""
+    """Return a small configuration for the model class ``kind``."""
     raw = _adjusted(tiny(kind.config_class().to_dict()))
     return kind.config_class.from_dict(_merged(raw, OVERRIDES.get(identifier, {})))
 
 
 def _adjusted(raw: Fields) -> dict[str, Any]:
-    """The configuration with the changes of its own model type and of the ones nested in it."""
+    """Apply the changes for the model type of a configuration and of nested ones."""
     nested = {key: _adjusted(value) if isinstance(value, Mapping) else value for key, value in raw.items()}
     return _merged(nested, OVERRIDES.get(str(raw.get("model_type")), {}))
 

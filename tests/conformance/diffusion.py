@@ -1,4 +1,4 @@
-"""Small diffusers models of each family, with the way to the layout of the original release."""
+"""Small diffusers models of each family, with functions to the original layout."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,9 +13,9 @@ UNET = "model.diffusion_model."
 
 @dataclass(frozen=True)
 class Family:
-    """A class with a small configuration, and the way from its state dict to the original one.
+    """A class with a small configuration, and a function to the original state dict.
 
-    ``explicit`` names the converter that the user has to pass, where diffusers registers none for the class.
+    ``explicit`` names the converter that users have to pass if diffusers registers none.
     """
 
     key: str

@@ -1,7 +1,7 @@
-"""From a diffusers model's state dict to the one of the original release, by family.
+"""State dicts of original releases from those of diffusers models, by family.
 
-A converter cannot be run backwards, so each family says how its original names and fused tensors come out of
-the model's own. Whether that is right, diffusers' converter tells: what it makes of them has to be the model.
+Converters are not reversible, so each family has its own function. diffusers' converter checks it: its result
+has to be the model.
 """
 
 import re
@@ -14,27 +14,27 @@ Renames = Sequence[tuple[str, str]]
 
 
 def renamed(state: State, renames: Renames) -> State:
-    """Every regular expression replaced in turn, in every name."""
-    made = {}
+    """Apply regular expressions in turn to every name."""
+    result = {}
     for name, tensor in state.items():
         for pattern, to in renames:
             name = re.sub(pattern, to, name)
-        made[name] = tensor
-    return made
+        result[name] = tensor
+    return result
 
 
 def fused(state: State, parts: Sequence[str], into: str) -> State:
-    """Tensors whose names end in ``parts`` and agree before that, one below the other under ``into``."""
-    made = dict(state)
+    """Concatenate tensors whose names differ only in ``parts``, under ``into``."""
+    result = dict(state)
     for name in state:
         if name.endswith(parts[0]):
             stem = name.removesuffix(parts[0])
-            made[stem + into] = torch.cat([made.pop(stem + part) for part in parts])
-    return made
+            result[stem + into] = torch.cat([result.pop(stem + part) for part in parts])
+    return result
 
 
 def swapped(tensor: torch.Tensor) -> torch.Tensor:
-    """The second half before the first."""
+    """Swap the two halves."""
     return torch.cat([*reversed(tensor.chunk(2))])
 
 
@@ -47,7 +47,7 @@ _FINAL = (
 
 
 def wan(state: State) -> State:
-    """Wan 2.1 and 2.2, and VACE."""
+    """Convert Wan 2.1, 2.2 and VACE."""
     return renamed(
         state,
         [
@@ -79,13 +79,13 @@ def wan(state: State) -> State:
 
 
 def wan_vae(state: State) -> State:
-    """The VAE of Wan 2.1, which is Qwen-Image's too."""
+    """Convert the VAE of Wan 2.1 and Qwen-Image."""
 
     def block(match: re.Match[str]) -> str:
         number = 4 * int(match[1]) + (3 if match[2] == "upsamplers" else int(match[3]))
         return f"decoder.upsamples.{number}."
 
-    made = {
+    result = {
         re.sub(r"decoder\.up_blocks\.(\d)\.(resnets|upsamplers)\.(\d)\.", block, name): tensor
         for name, tensor in state.items()
     }
@@ -105,20 +105,20 @@ def wan_vae(state: State) -> State:
         (r"^quant_conv", "conv1"),
         (r"^post_quant_conv", "conv2"),
     ]
-    return renamed(made, parts)
+    return renamed(result, parts)
 
 
 def flux(state: State) -> State:
-    """FLUX.1."""
+    """Convert FLUX.1."""
     for name in ("norm_out.linear.weight", "norm_out.linear.bias"):
         state[name] = swapped(state[name])
     for kind in ("weight", "bias"):
         double = [f".attn.{part}.{kind}" for part in ("to_q", "to_k", "to_v")]
         added = [f".attn.add_{part}_proj.{kind}" for part in "qkv"]
         single = {name: t for name, t in state.items() if name.startswith("single")}
-        other = {name: t for name, t in state.items() if name not in single}
-        other = fused(fused(other, double, f".img_attn.qkv.{kind}"), added, f".txt_attn.qkv.{kind}")
-        state = {**other, **fused(single, [*double, f".proj_mlp.{kind}"], f".linear1.{kind}")}
+        second = {name: t for name, t in state.items() if name not in single}
+        second = fused(fused(second, double, f".img_attn.qkv.{kind}"), added, f".txt_attn.qkv.{kind}")
+        state = {**second, **fused(single, [*double, f".proj_mlp.{kind}"], f".linear1.{kind}")}
     return renamed(
         state,
         [
@@ -158,7 +158,7 @@ def flux(state: State) -> State:
 
 
 def flux2(state: State) -> State:
-    """FLUX.2."""
+    """Convert FLUX.2."""
     state["norm_out.linear.weight"] = swapped(state["norm_out.linear.weight"])
     state = fused(state, [f".attn.to_{part}.weight" for part in "qkv"], ".img_attn.qkv.weight")
     state = fused(state, [f".attn.add_{part}_proj.weight" for part in "qkv"], ".txt_attn.qkv.weight")
@@ -198,7 +198,7 @@ def flux2(state: State) -> State:
 
 
 def z_image(state: State) -> State:
-    """Z-Image, whose releases have a norm that no model uses."""
+    """Convert Z-Image, whose releases have an unused norm."""
     state = fused(state, [f".attention.to_{part}.weight" for part in "qkv"], ".attention.qkv.weight")
     state["norm_final.weight"] = torch.ones(5)
     return renamed(
@@ -213,7 +213,7 @@ def z_image(state: State) -> State:
 
 
 def ltx2(state: State) -> State:
-    """LTX-2; the connectors in its releases belong to another model."""
+    """Convert LTX-2; connectors in its releases belong to another model."""
     state["video_embeddings_connector.learnable_registers"] = torch.ones(5, 3)
     state["audio_embeddings_connector.learnable_registers"] = torch.ones(5, 3)
     return renamed(
@@ -235,7 +235,7 @@ def ltx2(state: State) -> State:
 
 
 def ltx2_vae(state: State) -> State:
-    """The video VAE of LTX-2."""
+    """Convert the video VAE of LTX-2."""
 
     def down(match: re.Match[str]) -> str:
         return f"down_blocks.{2 * int(match[1]) + bool(match[2])}."
@@ -243,15 +243,15 @@ def ltx2_vae(state: State) -> State:
     def up(match: re.Match[str]) -> str:
         return f"up_blocks.{2 * int(match[1]) + (1 if match[2] else 2)}."
 
-    made = {}
+    result = {}
     for name, tensor in state.items():
         name = re.sub(r"down_blocks\.(\d)\.(downsamplers\.0\.)?", down, name)
         name = re.sub(r"up_blocks\.(\d)\.(upsamplers\.0\.)?", up, name)
-        made[name] = tensor
-    made["per_channel_statistics.channel"] = torch.ones(3)
-    made["per_channel_statistics.mean-of-stds"] = torch.ones(3)
+        result[name] = tensor
+    result["per_channel_statistics.channel"] = torch.ones(3)
+    result["per_channel_statistics.mean-of-stds"] = torch.ones(3)
     return renamed(
-        made,
+        result,
         [
             (r"encoder\.mid_block", "encoder.down_blocks.8"),
             (r"decoder\.mid_block", "decoder.up_blocks.0"),
@@ -268,22 +268,22 @@ _STATISTICS = (
 
 
 def ltx2_audio(state: State) -> State:
-    """The audio VAE of LTX-2."""
+    """Convert the audio VAE of LTX-2."""
     return renamed(state, _STATISTICS)
 
 
 def ldm_vae(state: State) -> State:
-    """The VAE of latent diffusion, Stable Diffusion and FLUX.1; its attention is made of convolutions."""
+    """Convert the VAE of Stable Diffusion and FLUX.1, with attention made from convolutions."""
     blocks = 1 + max(int(m[1]) for name in state if (m := re.match(r"decoder\.up_blocks\.(\d+)", name)))
-    made = {}
+    result = {}
     for name, tensor in state.items():
         if re.search(r"attentions\.0\.to_.*weight", name):
             tensor = tensor[:, :, None, None]
         name = re.sub(r"up_blocks\.(\d+)\.", lambda m: f"up.{blocks - 1 - int(m[1])}.", name)
         name = re.sub(r"mid_block\.resnets\.(\d)", lambda m: f"mid.block_{int(m[1]) + 1}", name)
-        made[name] = tensor
+        result[name] = tensor
     return renamed(
-        made,
+        result,
         [
             (r"down_blocks\.", "down."),
             (r"resnets\.", "block."),

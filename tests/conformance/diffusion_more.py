@@ -1,4 +1,4 @@
-"""Layouts of further original releases, whose converters diffusers has: Stable Diffusion's UNet, Sana, ..."""
+"""Layouts of further original releases with converters in diffusers."""
 
 import re
 
@@ -6,7 +6,7 @@ from tests.conformance.diffusion_layouts import State, renamed
 
 
 def ldm_unet(state: State) -> State:
-    """The UNet of latent diffusion, for two blocks of one layer: its blocks are counted through."""
+    """Convert the UNet of latent diffusion with two blocks of one layer, counted through."""
 
     def down(match: re.Match[str]) -> str:
         block, part, layer = int(match[1]), match[2], int(match[3])
@@ -20,14 +20,14 @@ def ldm_unet(state: State) -> State:
             return f"output_blocks.{2 * block + 1}.{1 if block == 0 else 2}."
         return f"output_blocks.{2 * block + layer}.{int(part == 'attentions')}."
 
-    made = {}
+    result = {}
     for name, tensor in state.items():
         name = re.sub(r"^down_blocks\.(\d)\.(\w+)\.(\d)\.", down, name)
         name = re.sub(r"^up_blocks\.(\d)\.(\w+)\.(\d)\.", up, name)
         if re.match(r"input_blocks\.\d\.0\.conv\.", name):
             name = name.replace("conv.", "op.")
         if "blocks.0.norm" in name or "attn" in name or ".1.norm." in name:  # inside a transformer
-            made[name] = tensor
+            result[name] = tensor
             continue
         for new, old in (
             (".norm1.", ".in_layers.0."),
@@ -38,9 +38,9 @@ def ldm_unet(state: State) -> State:
             (".conv_shortcut.", ".skip_connection."),
         ):
             name = name.replace(new, old)
-        made[name] = tensor
+        result[name] = tensor
     return renamed(
-        made,
+        result,
         [
             (r"^mid_block\.resnets\.0", "middle_block.0"),
             (r"^mid_block\.attentions\.0", "middle_block.1"),

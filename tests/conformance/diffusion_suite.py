@@ -1,4 +1,4 @@
-"""One family of diffusers, from its small configuration to the comparison of every shard."""
+"""Check one family of diffusers in every shard."""
 
 import contextlib
 import functools
@@ -19,13 +19,13 @@ from tests.conformance.saving import round_trip
 from tests.conformance.sharded import Reference, compare
 
 _HALF = (torch.bfloat16, torch.float16)
-#: In FLUX.1's converter; the small model has the other one.
+#: Width in FLUX.1's converter, and width of the small model.
 _FLUX_WIDTH, _SMALL_WIDTH = 3072, 32
 
 
 @dataclass(frozen=True)
 class DiffusionResult:
-    """What came of a family, in float32 and in a half precision, in the original and in its own layout."""
+    """Results of a family in float32 and half precision, in the original and its own layout."""
 
     family: Family
     converter: str
@@ -36,65 +36,65 @@ class DiffusionResult:
 
 
 def family(key: str) -> Family:
-    """The family of that name."""
+    """Return the family of a name."""
     return next(one for one in FAMILIES if one.key == key)
 
 
 @functools.cache
 def check_family(key: str) -> DiffusionResult:
-    """Write the family's checkpoints, load them in shards and compare with what diffusers makes of them."""
-    one = family(key)
+    """Write the family's checkpoints, load them in shards and compare with diffusers."""
+    item = family(key)
     differences: list[str] = []
     half = _HALF[sum(map(ord, key)) % len(_HALF)]
     with small_converters(), tempfile.TemporaryDirectory() as folder:
         for dtype in (torch.float32, half):
             path = Path(folder) / str(dtype)
-            made = write_original(one, path / "original", dtype)
-            converter = explicit_converter(one, made)
-            expected = _reference(one, path, made, dtype)
+            result = write_original(item, path / "original", dtype)
+            converter = explicit_converter(item, result)
+            expected = _reference(item, path, result, dtype)
             file = path / "original" / "release.safetensors"
-            lines, tensors = compare(type(made), file, expected, made, converter)
+            lines, tensors = compare(type(result), file, expected, result, converter)
             differences += [f"original, {dtype}: {line}" for line in lines]
             if not expected.missing:
-                lines, _ = compare(type(made), path / "own", expected, made)
+                lines, _ = compare(type(result), path / "own", expected, result)
                 differences += [f"own layout, {dtype}: {line}" for line in lines]
-        name = getattr(_converter(one), "__name__", "")
+        name = getattr(_converter(item), "__name__", "")
     return DiffusionResult(
-        family=one,
+        family=item,
         converter="the identity" if name == "<lambda>" else f"`{name}`",
         dtypes=("float32", str(half).removeprefix("torch.")),
-        parameters=sum(1 for _ in made.parameters()),
+        parameters=sum(1 for _ in result.parameters()),
         tensors=tensors,
         differences=tuple(differences),
     )
 
 
 def check_saving(key: str, worlds: tuple[int, ...]) -> list[str]:
-    """The differences between a family's checkpoints and what shards of them are saved as."""
-    one = family(key)
+    """Return differences between a family's checkpoints and saves of their shards."""
+    item = family(key)
     with small_converters(), tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
-        made = write_original(one, path / "original", torch.float32)
-        made.save_pretrained(path / "own")
-        converter = explicit_converter(one, made)
+        result = write_original(item, path / "original", torch.float32)
+        result.save_pretrained(path / "own")
+        converter = explicit_converter(item, result)
         file = path / "original" / "release.safetensors"
-        found = [f"original: {line}" for line in round_trip(type(made), file, worlds, converter)]
-        return [*found, *(f"own layout: {line}" for line in round_trip(type(made), path / "own", worlds))]
+        actual = [f"original: {line}" for line in round_trip(type(result), file, worlds, converter)]
+        return [*actual, *(f"own layout: {line}" for line in round_trip(type(result), path / "own", worlds))]
 
 
-def write_original(one: Family, path: Path, dtype: torch.dtype) -> Any:
-    """A random model, and its ``release.safetensors`` beside its diffusers configuration in ``path``.
+def write_original(item: Family, path: Path, dtype: torch.dtype) -> Any:
+    """Write a random model as ``release.safetensors``, next to its diffusers configuration.
 
-    With a prefix there is a tensor of another component in the file, too.
+    With a prefix, the file also has a tensor of another component.
     """
     import diffusers
 
     torch.manual_seed(3)
-    model = getattr(diffusers, one.kind).from_config(dict(one.config))
+    model = getattr(diffusers, item.kind).from_config(dict(item.config))
     randomise(model)
     state = {name: _cast(tensor, dtype) for name, tensor in model.state_dict().items()}
-    original = {one.prefix + name: t.contiguous() for name, t in one.original(state).items()}
-    if one.prefix:
+    original = {item.prefix + name: t.contiguous() for name, t in item.original(state).items()}
+    if item.prefix:
         original["text_encoders.of.another.component"] = torch.ones(7)
     path.mkdir(parents=True)
     save_file(original, path / "release.safetensors")
@@ -102,43 +102,43 @@ def write_original(one: Family, path: Path, dtype: torch.dtype) -> Any:
     return model.eval()
 
 
-def explicit_converter(one: Family, model: Any) -> Callable[[Any], Any] | None:
-    """What a user passes as ``converter=`` where diffusers registers none for the class."""
-    if not one.explicit:
+def explicit_converter(item: Family, model: Any) -> Callable[[Any], Any] | None:
+    """Return the converter that users pass if diffusers registers none."""
+    if not item.explicit:
         return None
-    return functools.partial(_converter(one), config=dict(model.config))
+    return functools.partial(_converter(item), config=dict(model.config))
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
-def _converter(one: Family) -> Any:
+def _converter(item: Family) -> Any:
     from diffusers.loaders import single_file_model, single_file_utils
 
-    if one.explicit:
-        return getattr(single_file_utils, one.explicit)
-    return single_file_model.SINGLE_FILE_LOADABLE_CLASSES[one.kind]["checkpoint_mapping_fn"]
+    if item.explicit:
+        return getattr(single_file_utils, item.explicit)
+    return single_file_model.SINGLE_FILE_LOADABLE_CLASSES[item.kind]["checkpoint_mapping_fn"]
 
 
-def _reference(one: Family, path: Path, model: Any, dtype: torch.dtype) -> Reference:
-    """What diffusers makes of the original file.
+def _reference(item: Family, path: Path, model: Any, dtype: torch.dtype) -> Reference:
+    """Load the original file by diffusers.
 
-    In float32 by its own ``from_single_file``. In a lower precision that casts what the model keeps in
-    float32 as well; there the eagerly converted tensors are saved and read by ``from_pretrained``.
+    ``from_single_file`` serves float32. In lower precisions it also casts modules that the model keeps in
+    float32, so the eagerly converted tensors are saved and read by ``from_pretrained``.
     """
     from safetensors.torch import load_file
 
     file = path / "original" / "release.safetensors"
-    whole = {name: t for name, t in load_file(file).items() if name.startswith(one.prefix)}
-    converted = _converter(one)(config=dict(model.config), checkpoint=whole)
+    whole = {name: t for name, t in load_file(file).items() if name.startswith(item.prefix)}
+    converted = _converter(item)(config=dict(model.config), checkpoint=whole)
     missing = sorted(model.state_dict().keys() - converted.keys())
     own = path / "own"
     model.save_config(own)
     save_file(
         {name: t.contiguous() for name, t in converted.items()}, own / "diffusion_pytorch_model.safetensors"
     )
-    if dtype == torch.float32 and not one.explicit and hasattr(model, "from_single_file"):
+    if dtype == torch.float32 and not item.explicit and hasattr(model, "from_single_file"):
         loaded = type(model).from_single_file(str(file), config=str(path / "original"))
     else:
         loaded = type(model).from_pretrained(own, torch_dtype=dtype)
@@ -148,7 +148,7 @@ def _reference(one: Family, path: Path, model: Any, dtype: torch.dtype) -> Refer
 
 @contextlib.contextmanager
 def small_converters() -> Iterator[None]:
-    """Inside, FLUX.1's registered converter is for the width of the small model: one constant of its code."""
+    """Set the width in FLUX.1's converter to the small model's."""
     from diffusers.loaders import single_file_model
 
     entry = single_file_model.SINGLE_FILE_LOADABLE_CLASSES["FluxTransformer2DModel"]
@@ -164,7 +164,7 @@ def small_converters() -> Iterator[None]:
 
 
 def pipeline(path: Path, parts: dict[str, Any]) -> Path:
-    """A pipeline directory with the models ``parts`` by component name, in diffusers' own layout."""
+    """Write a pipeline directory with the models ``parts`` by component name."""
     index: dict[str, Any] = {"_class_name": "AnyPipeline", "_diffusers_version": "0.42.1"}
     for name, model in parts.items():
         model.save_pretrained(path / name)

@@ -1,4 +1,4 @@
-"""The part of the table that is about diffusers, and the classes that it leaves out, each with its reason."""
+"""The diffusers part of the table, and excluded classes with their reasons."""
 
 from collections.abc import Mapping
 
@@ -9,7 +9,7 @@ _NONE = "no original layout of it is written here yet; its converter {does}"
 _RENAMES = _NONE.format(does="only renames")
 _MOVES = _NONE.format(does="only renames, chunks and concatenates, all of which is traced")
 
-#: Reason by class, for classes that diffusers has a converter for.
+#: Reasons for excluded classes that diffusers has a converter for.
 EXCLUDED_CLASSES: Mapping[str, str] = {
     "AuraFlowTransformer2DModel": _MOVES,
     "AutoencoderDC": _NONE.format(does="renames, chunks and squeezes"),
@@ -60,47 +60,47 @@ which is not read.
 
 
 def section() -> str:
-    """The part of the page; runs what has not run yet."""
+    """Return the part of the page; runs missing families."""
     import diffusers
 
     results = [check_family(one.key) for one in FAMILIES]
-    left = sorted(EXCLUDED_CLASSES)
+    remaining = sorted(EXCLUDED_CLASSES)
     head = _HEAD.format(
         version=diffusers.__version__,
         covered=len(results),
         wrong=sum(bool(result.differences) for result in results),
-        left=len(left),
+        left=len(remaining),
     )
     rows = [
         *map(_row, results),
         "\n### Classes left out\n",
         "| class | reason |",
         "|---|---|",
-        *(f"| {name} | {EXCLUDED_CLASSES[name]} |" for name in left),
+        *(f"| {name} | {EXCLUDED_CLASSES[name]} |" for name in remaining),
     ]
     return head + "\n".join(rows) + "\n"
 
 
 def converter_classes() -> set[str]:
-    """Names of the classes that diffusers has a converter for."""
+    """Return the classes that diffusers has a converter for."""
     from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
 
     return set(SINGLE_FILE_LOADABLE_CLASSES)
 
 
 def _row(result: DiffusionResult) -> str:
-    one = result.family
-    passed = "passed as `converter=`, for diffusers registers none" if one.explicit else ""
+    item = result.family
+    passed = "passed as `converter=`, for diffusers registers none" if item.explicit else ""
     cells = (
-        one.key,
-        one.kind,
+        item.key,
+        item.kind,
         result.converter,
-        f"`{one.prefix}`" if one.prefix else "",
-        one.does,
+        f"`{item.prefix}`" if item.prefix else "",
+        item.does,
         ", ".join(result.dtypes),
         str(result.parameters),
         str(result.tensors),
         f"{len(result.differences)} wrong" if result.differences else "identical",
-        "; ".join(text for text in (passed, one.note) if text),
+        "; ".join(text for text in (passed, item.note) if text),
     )
     return f"| {' | '.join(cells)} |"

@@ -1,6 +1,6 @@
-"""Identifiers that the suite leaves out, each with its reason: the one place for them.
+"""Identifiers that the suite excludes, each with its reason.
 
-A test tries every one of them, and fails where the reason no longer holds.
+A test tries each one, and fails if its reason no longer holds.
 """
 
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from importlib.util import find_spec
 _NO_CLASS = "no model type and no class of transformers has this name"
 _SHADOWED = "its models have conversions under their class names, which come first; those are covered"
 
-#: Reason by identifier.
+#: Reasons by identifier.
 EXCLUDED: Mapping[str, str] = {
     "MtpModel": "built from a loaded main model, not from a configuration",
     "PPChart2TableModel": _NO_CLASS,
@@ -23,12 +23,12 @@ EXCLUDED: Mapping[str, str] = {
     "xCLIPTextModel": _NO_CLASS,
     "xCLIPVisionModel": _NO_CLASS,
 }
-#: Excluded only where these are not installed.
+#: Excluded only if these libraries are not installed.
 _LIBRARIES: Mapping[str, tuple[str, ...]] = {"timm_wrapper": ("timm", "PIL")}
 
 
 def excluded(identifier: str) -> str | None:
-    """Why the identifier is left out here, None if it is not."""
+    """Return the reason why the identifier is excluded; None if it is not."""
     libraries = _LIBRARIES.get(identifier)
     if libraries is not None and all(find_spec(name) is not None for name in libraries):
         return None

@@ -1,6 +1,6 @@
-"""What transformers' registry of conversions names, and a model class for each name.
+"""Names in transformers' registry of conversions, and a model class for each.
 
-A name is a model type, or the class of a model that has conversions of its own.
+A name is a model type, or a class with conversions of its own.
 """
 
 import functools
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-#: Mappings from configuration to class that are asked first; the others follow, the headless one last.
+#: Mappings from configuration to class that are tried first; the headless one is last.
 _PREFERRED = (
     "MODEL_FOR_CAUSAL_LM_MAPPING",
     "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
@@ -19,7 +19,7 @@ _PREFERRED = (
 
 
 class Unavailable(Exception):
-    """The reference itself cannot serve an identifier: ``str`` says why."""
+    """The reference cannot serve an identifier, for the reason ``str``."""
 
 
 @functools.cache
@@ -30,22 +30,22 @@ def _registry() -> dict[str, list[Any]]:
     return built
 
 
-#: Types without conversions of their own that the suite has nevertheless: their experts are stored stacked.
+#: Types without conversions that the suite includes, since their experts are stored stacked.
 ALSO = ("gpt_oss", "llama4")
 
 
 def identifiers() -> list[str]:
-    """Every name in the registry and of ``ALSO``, in alphabetical order."""
+    """Return every name in the registry and in ``ALSO``, sorted."""
     return sorted({*_registry(), *ALSO})
 
 
 def entries(identifier: str) -> list[Any]:
-    """The identifier's renamings and converters, in order; none for one of ``ALSO``."""
+    """Return the identifier's renamings and converters in order."""
     return _registry().get(identifier, [])
 
 
 def operations(identifier: str) -> str:
-    """The operations of the identifier's converters, or the kinds of its renamings."""
+    """Return the operations of the identifier's converters, or the kinds of its renamings."""
     if not entries(identifier):
         return "none"
     converters = [entry for entry in entries(identifier) if hasattr(entry, "operations")]
@@ -57,21 +57,21 @@ def operations(identifier: str) -> str:
 
 
 def claims(model: Any) -> set[str]:
-    """The identifiers whose conversions the library collects for ``model`` and its parts."""
+    """Return the identifiers whose conversions the library collects for ``model``."""
     from transformers import PreTrainedModel
 
-    found = set()
+    actual = set()
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             by_class = type(module).__name__
-            found.add(by_class if by_class in _registry() else module.config.model_type)
-    return found
+            actual.add(by_class if by_class in _registry() else module.config.model_type)
+    return actual
 
 
 def candidates(identifier: str) -> Iterator[type]:
-    """Model classes for an identifier, the best choice first.
+    """Return model classes for an identifier, the best first.
 
-    Raises Unavailable for a name that no class and no configuration has.
+    Raises Unavailable for a name without class or configuration.
     """
     import transformers
 
@@ -86,22 +86,22 @@ def candidates(identifier: str) -> Iterator[type]:
 def _of_type(config: type) -> Iterator[type]:
     from transformers.models.auto import modeling_auto
 
-    others = [n for n in vars(modeling_auto) if re.fullmatch(r"MODEL_FOR_\w+_MAPPING", n)]
-    names = dict.fromkeys((*_PREFERRED, *sorted(others), "MODEL_MAPPING"))
-    seen: set[type] = set()
+    mappings = [n for n in vars(modeling_auto) if re.fullmatch(r"MODEL_FOR_\w+_MAPPING", n)]
+    names = dict.fromkeys((*_PREFERRED, *sorted(mappings), "MODEL_MAPPING"))
+    visited: set[type] = set()
     for name in names:
-        found = getattr(modeling_auto, name).get(config, ())
-        for kind in found if isinstance(found, tuple) else (found,):
-            if kind not in seen and kind.__module__.startswith("transformers."):
-                seen.add(kind)
+        actual = getattr(modeling_auto, name).get(config, ())
+        for kind in actual if isinstance(actual, tuple) else (actual,):
+            if kind not in visited and kind.__module__.startswith("transformers."):
+                visited.add(kind)
                 yield kind
     for kind in _in_module(config.__module__.replace(".configuration_", ".modeling_"), config):
-        if kind not in seen:
+        if kind not in visited:
             yield kind
 
 
 def _in_module(name: str, config: type) -> Iterator[type]:
-    """Classes of a modelling module for ``config`` that no automatic mapping has."""
+    """Return classes of a modelling module for ``config`` outside the automatic mappings."""
     from transformers import PreTrainedModel
 
     try:
@@ -115,12 +115,12 @@ def _in_module(name: str, config: type) -> Iterator[type]:
 
 
 def model_class(name: str) -> type | None:
-    """The class ``name`` of transformers, exported or not."""
+    """Return the class ``name`` of transformers, exported or not."""
     import transformers
 
-    found = getattr(transformers, name, None)
-    if isinstance(found, type):
-        return found
+    actual = getattr(transformers, name, None)
+    if isinstance(actual, type):
+        return actual
     module = _defined_in().get(name)
     kind: type | None = getattr(importlib.import_module(module), name) if module else None
     return kind
@@ -128,7 +128,7 @@ def model_class(name: str) -> type | None:
 
 @functools.cache
 def _defined_in() -> dict[str, str]:
-    """Module of every class that a modelling file defines."""
+    """Map every class of a modelling file to its module."""
     import transformers
 
     root = Path(transformers.__file__).parent

@@ -1,4 +1,4 @@
-"""The way back of an identifier: its checkpoint in shards, saved from them, all ranks in one process."""
+"""Save an identifier's checkpoint from its shards, with all ranks in one process."""
 
 import tempfile
 from collections.abc import Callable
@@ -28,44 +28,44 @@ WORLDS = (1, 2, 3, 4)
 
 
 def check_saving(identifier: str, worlds: tuple[int, ...] = WORLDS) -> list[str]:
-    """Write the identifier's checkpoints, load them in shards, save these; a line for each difference."""
+    """Write an identifier's checkpoints, load and save their shards, and list differences."""
     kind, config = choose(identifier)
     dtype = dtype_of(identifier)
-    found = []
+    lines = []
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "hub"
-        made = save(kind, config, path, dtype)
-        transpose_checked(made, path)
-        found += [f"hub: {line}" for line in round_trip(kind, path, worlds)]
-        if changes_prefixes(made):
+        result = save(kind, config, path, dtype)
+        transpose_checked(result, path)
+        lines += [f"hub: {line}" for line in round_trip(kind, path, worlds)]
+        if changes_prefixes(result):
             path = Path(folder) / "prefixes"
             save(kind, config, path, dtype, keep_prefixes)
-            found += [f"with prefixes: {line}" for line in round_trip(kind, path, worlds)]
-    return found
+            lines += [f"with prefixes: {line}" for line in round_trip(kind, path, worlds)]
+    return lines
 
 
 def round_trip(kind: Any, path: Path, worlds: tuple[int, ...] = WORLDS, converter: Any = None) -> list[str]:
-    """The differences between the checkpoint in ``path`` and what shards of it are saved as.
+    """Return differences between the checkpoint in ``path`` and saves of its shards.
 
-    What the model does not take is not saved; what the checkpoint lacks is, once it is initialised.
+    Unused tensors of the checkpoint are not saved; missing ones are, once initialised.
     """
     loaded = prepare_model(kind, path, converter)
     recipes = [*loaded.origins.parameters.values(), *loaded.origins.buffers.values()]
-    taken = {str(s) for r in recipes if isinstance(r, Recipe) for piece in r.pieces for s in piece.source}
-    extra = loaded.catalog.tensors.keys() - taken
+    used = {str(s) for r in recipes if isinstance(r, Recipe) for piece in r.pieces for s in piece.source}
+    extra = loaded.catalog.tensors.keys() - used
     lacking = bool(loaded.origins.initialised)
     model = loaded.built.model
     keep_conversions(model, loaded.recipes.conversions)
     values = filled(loaded)
-    found = []
+    lines = []
     for world in worlds:
         for flat in (True, False):
             where = f"world {world}, {'flat' if flat else 'Shard(0)'}"
             with tempfile.TemporaryDirectory() as out:
                 own = _save(loaded, values, world, flat, Path(out))
-                found += [f"{where}: {name} has its own name: {why}" for name, why in own.items()]
-                found += [f"{where}: {line}" for line in _differences(Path(out), path, extra, lacking)]
-    return found
+                lines += [f"{where}: {name} has its own name: {why}" for name, why in own.items()]
+                lines += [f"{where}: {line}" for line in _differences(Path(out), path, extra, lacking)]
+    return lines
 
 
 def _save(loaded: Any, values: dict[str, torch.Tensor], size: int, flat: bool, out: Path) -> dict[str, str]:
@@ -98,11 +98,11 @@ def _save(loaded: Any, values: dict[str, torch.Tensor], size: int, flat: bool, o
 
 @dataclass(frozen=True)
 class _Record:
-    """A record whose shards are given, of a load that was played."""
+    """A record of a simulated load, with given shards."""
 
     catalog: Catalog
     recipes: dict[str, Recipe]
-    given: dict[str, Shard]
+    order: dict[str, Shard]
 
     def shards(self, model: object) -> dict[str, Shard]:
         return self.given
@@ -119,15 +119,17 @@ def _shard(name: str, value: torch.Tensor, flat: bool, rank: int, size: int) -> 
 
 def _differences(out: Path, path: Path, extra: set[str], lacking: bool) -> list[str]:
     got, want = tensors_in(out), tensors_in(path if path.is_dir() else path.parent)
-    found = [f"{name} is not saved" for name in want.keys() - got.keys() - extra]
+    lines = [f"{name} is not saved" for name in want.keys() - got.keys() - extra]
     if not lacking:
-        found += [f"{name} is saved and was not there" for name in got.keys() - want.keys()]
+        lines += [f"{name} is saved and was not there" for name in got.keys() - want.keys()]
     for name in sorted((want.keys() & got.keys()) - extra):
-        one, other = got[name], want[name]
-        if one.dtype == torch.float32 and other.dtype in (torch.float16, torch.bfloat16):
-            one = one.to(other.dtype)  # what a model keeps in fp32 it is also saved in
-        if (one.dtype, one.shape) != (other.dtype, other.shape):
-            found.append(f"{name} is {one.dtype} {tuple(one.shape)}, not {other.dtype} {tuple(other.shape)}")
-        elif not torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8)):
-            found.append(f"{name} has other values")
-    return found
+        item, other = got[name], want[name]
+        if item.dtype == torch.float32 and other.dtype in (torch.float16, torch.bfloat16):
+            item = item.to(other.dtype)  # the model also saves in fp32 the tensors that it keeps so
+        if (item.dtype, item.shape) != (other.dtype, other.shape):
+            lines.append(
+                f"{name} is {item.dtype} {tuple(item.shape)}, not {other.dtype} {tuple(other.shape)}"
+            )
+        elif not torch.equal(item.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8)):
+            lines.append(f"{name} has other values")
+    return lines

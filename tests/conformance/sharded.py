@@ -1,4 +1,4 @@
-"""A load of a checkpoint into every shard of a world, in one process, compared with ``from_pretrained``."""
+"""Load every shard of a world in one process, and compare with ``from_pretrained``."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,15 +24,15 @@ from zerostart.transfer.planning.plan import Plan
 
 WORLDS = (2, 3)
 SEED = 7
-#: Most bytes read for each byte owned, where reads are never joined over a gap for being small.
+#: Maximum bytes read per byte owned, without reading through small gaps.
 READ_SHARE = 1.05
-#: With the default options, a read may also take in one gap that is cheaper to read than a call of its own.
+#: The default options also read one gap if that is cheaper than another call.
 EXACT, DEFAULT = PlanOptions(gap_floor=0), PlanOptions()
 
 
 @dataclass
 class Reference:
-    """What transformers makes of the checkpoint: the model, and its report."""
+    """transformers' own load of the checkpoint: the model and its report."""
 
     model: Any
     missing: list[str]
@@ -41,10 +41,10 @@ class Reference:
 
 
 def reference(kind: Any, path: Path) -> Reference:
-    """Transformers' own load, which also initialises what is missing."""
+    """Load by transformers, which also initialises missing tensors."""
     from transformers import PreTrainedModel
 
-    # The library's loader itself: what single classes put around it does not always pass on the report.
+    # The library's loader itself, since overrides of single classes do not always return the report.
     load = PreTrainedModel.from_pretrained.__func__
     torch.manual_seed(SEED)
     model, info = load(kind, path, dtype="auto", output_loading_info=True)
@@ -56,7 +56,7 @@ def reference(kind: Any, path: Path) -> Reference:
 
 @dataclass
 class _Loaded:
-    """A model with its recipes, ready to be cut."""
+    """A model with its recipes, ready for sharding."""
 
     catalog: Catalog
     built: Built
@@ -69,30 +69,30 @@ class _Loaded:
 def compare(
     kind: Any, path: Path, expected: Reference, built: nn.Module, converter: Any = None
 ) -> tuple[list[str], int]:
-    """One line for each thing in which the sharded load differs, and the number of tensors compared.
+    """Return differences of the sharded load, and the number of compared tensors.
 
-    ``built`` is the model without a load. Where ``from_pretrained`` leaves a plain attribute on meta, the
-    value that ``built`` has is expected.
+    ``built`` is the model without a load. If ``from_pretrained`` leaves an attribute on meta, the value of
+    ``built`` is expected.
     """
     loaded = prepare_model(kind, path, converter)
-    found = [] if loaded.coverage.mismatched == {} else [f"mismatched: {loaded.coverage.mismatched}"]
+    lines = [] if loaded.coverage.mismatched == {} else [f"mismatched: {loaded.coverage.mismatched}"]
     if sorted(loaded.coverage.missing) != expected.missing:
-        found.append(f"missing is {sorted(loaded.coverage.missing)[:6]}, not {expected.missing[:6]}")
+        lines.append(f"missing is {sorted(loaded.coverage.missing)[:6]}, not {expected.missing[:6]}")
     if sorted(loaded.coverage.unexpected) != expected.unexpected:
-        found.append(f"unexpected is {sorted(loaded.coverage.unexpected)[:6]}, not {expected.unexpected[:6]}")
+        lines.append(f"unexpected is {sorted(loaded.coverage.unexpected)[:6]}, not {expected.unexpected[:6]}")
     if ties_of(loaded.built.model) != ties_of(expected.model):
-        found.append(f"ties are {ties_of(loaded.built.model)}, not {ties_of(expected.model)}")
+        lines.append(f"ties are {ties_of(loaded.built.model)}, not {ties_of(expected.model)}")
     want = Snapshot.of(expected.model)
     real = Snapshot.of(built).attributes
     want.attributes = {n: real[n] if t.device.type == "meta" else t for n, t in want.attributes.items()}
     if list(loaded.origins.parameters) != list(want.parameters):
-        return [*found, "the models have not the same parameters"], 0
+        return [*lines, "the models have not the same parameters"], 0
     for number, (world, flat) in enumerate((world, flat) for world in WORLDS for flat in (True, False)):
         where = f"world {world}, {'flat' if flat else 'Shard(0)'}"
         options = EXACT if number in (1, 2) else DEFAULT
-        found += [f"{where}: {line}" for line in _compare_world(loaded, world, flat, options, want)]
-    found += _compare_buffers(loaded, want)
-    return found, len(want.state) + len(want.unsaved) + len(want.attributes)
+        lines += [f"{where}: {line}" for line in _compare_world(loaded, world, flat, options, want)]
+    lines += _compare_buffers(loaded, want)
+    return lines, len(want.state) + len(want.unsaved) + len(want.attributes)
 
 
 def prepare_model(kind: Any, path: Path, converter: Any) -> _Loaded:
@@ -138,19 +138,19 @@ def _compare_world(
 def _fill(
     loaded: _Loaded, layouts: dict[str, Layout], shards: dict[str, torch.Tensor], options: PlanOptions
 ) -> Iterator[str]:
-    """Read and initialise one rank's shards; yields a line if the reads take too many bytes."""
+    """Read and initialise one rank's shards; yield a line if reads take too many bytes."""
     parameters = loaded.origins.parameters
-    wanted = []
+    expected = []
     owned = 0
     for name, layout in layouts.items():
         recipe = parameters[name]
         if isinstance(recipe, Recipe):
             shard = shards[name]
             destination = Destination(name, layout.numel, layout.owned, shard.dtype, direct=True)
-            wanted.append((recipe, layout, destination))
+            expected.append((recipe, layout, destination))
             owned += layout.owned * _width(loaded.catalog, recipe)
-    plan = join(loaded.catalog, wanted, options)
-    _execute(plan, [shards[destination.name] for _, _, destination in wanted])
+    plan = join(loaded.catalog, expected, options)
+    _execute(plan, [shards[destination.name] for _, _, destination in expected])
     allowance = options.gap_floor * sum(read.rows for read in plan.reads)
     if plan.read_bytes > READ_SHARE * owned + allowance:
         yield f"{plan.read_bytes} bytes are read for {owned} owned"
@@ -161,7 +161,7 @@ def _fill(
 
 
 def filled(loaded: _Loaded) -> dict[str, torch.Tensor]:
-    """Every parameter of a model, whole; its buffers are put in their places."""
+    """Return every parameter whole, and put buffers into the model."""
     parameters = dict(loaded.built.model.named_parameters())
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     whole = {name: torch.empty(prod(shape), dtype=parameters[name].dtype) for name, shape in shapes.items()}
@@ -176,14 +176,14 @@ def filled(loaded: _Loaded) -> dict[str, torch.Tensor]:
 
 
 def _width(catalog: Catalog, recipe: Recipe) -> int:
-    """Bytes of an element of the recipe's sources."""
+    """Return the bytes of an element of the recipe's sources."""
     sources = {str(name) for piece in recipe.pieces for name in piece.source}
     return max((torch_dtype(catalog.tensors[name].dtype).itemsize for name in sources), default=0)
 
 
 def _execute(plan: Plan, storages: list[torch.Tensor]) -> None:
-    done = execute(plan, storages, Progress(plan.read_bytes, shown=False), threads=1)
-    assert done == plan.read_bytes
+    finished = execute(plan, storages, Progress(plan.read_bytes, shown=False), threads=1)
+    assert finished == plan.read_bytes
 
 
 def _compare_buffers(loaded: _Loaded, want: Snapshot) -> Iterator[str]:
@@ -196,14 +196,14 @@ def _compare_buffers(loaded: _Loaded, want: Snapshot) -> Iterator[str]:
             yield f"buffer {name}: {plan.read_bytes} bytes are read"
         _execute(plan, [buffer.view(-1)])
         models.replace_tensor(model, name, buffer)
-    found = dict(model.named_buffers(remove_duplicate=False))
-    persistent = {name: tensor for name, tensor in want.state.items() if name in found}
+    actual = dict(model.named_buffers(remove_duplicate=False))
+    persistent = {name: tensor for name, tensor in want.state.items() if name in actual}
     for name, tensor in {**persistent, **want.unsaved}.items():
-        if name not in found:
+        if name not in actual:
             yield f"buffer {name} is lacking"
         else:
-            yield from _unlike(f"buffer {name}", found[name], tensor)
-    for name in found.keys() - persistent.keys() - want.unsaved.keys():
+            yield from _unlike(f"buffer {name}", actual[name], tensor)
+    for name in actual.keys() - persistent.keys() - want.unsaved.keys():
         yield f"buffer {name} is not in the reference"
     attributes = Snapshot.of(model).attributes
     for name, tensor in want.attributes.items():
@@ -213,11 +213,11 @@ def _compare_buffers(loaded: _Loaded, want: Snapshot) -> Iterator[str]:
             yield from _unlike(f"attribute {name}", attributes[name], tensor)
 
 
-def _unlike(name: str, got: torch.Tensor, want: torch.Tensor) -> Iterator[str]:
-    if got.dtype != want.dtype or got.shape != want.shape or got.device != want.device:
+def _unlike(name: str, actual: torch.Tensor, want: torch.Tensor) -> Iterator[str]:
+    if actual.dtype != want.dtype or actual.shape != want.shape or actual.device != want.device:
         yield (
-            f"{name} is {got.dtype} {tuple(got.shape)} on {got.device}, "
+            f"{name} is {actual.dtype} {tuple(actual.shape)} on {actual.device}, "
             f"not {want.dtype} {tuple(want.shape)} on {want.device}"
         )
-    elif not same_bits(got, want):
-        yield f"{name} has {int((got != want).sum())} of {want.numel()} elements wrong"
+    elif not same_bits(actual, want):
+        yield f"{name} has {int((actual != want).sum())} of {want.numel()} elements wrong"

@@ -1,4 +1,4 @@
-"""One identifier of the registry, from its small configuration to the comparison of every shard."""
+"""Check one identifier of the registry in every shard."""
 
 import functools
 import tempfile
@@ -18,7 +18,7 @@ from tests.conformance.checkpoints import (
 from tests.conformance.registry import entries, operations
 from tests.conformance.sharded import compare, reference
 
-#: The types that run with the ordinary tests.
+#: Types that run with the ordinary tests.
 NAMED = (
     "deepseek_v3",
     "ernie4_5_vl_moe",
@@ -36,7 +36,7 @@ _DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 
 @dataclass(frozen=True)
 class Result:
-    """What came of an identifier; ``used`` of its ``entries`` conversions matched a tensor."""
+    """Results of an identifier; ``used`` of its ``entries`` conversions matched a tensor."""
 
     identifier: str
     model: str
@@ -51,28 +51,31 @@ class Result:
 
 
 def dtype_of(identifier: str) -> torch.dtype:
-    """The dtype in which an identifier's checkpoint is stored: each gets one."""
+    """Return the dtype of an identifier's checkpoint."""
     return _DTYPES[sum(map(ord, identifier)) % len(_DTYPES)]
 
 
 @functools.cache
 def check(identifier: str) -> Result:
-    """Write the identifier's checkpoints, load them in shards and compare; raises Unavailable."""
+    """Write the identifier's checkpoints, load them in shards and compare.
+
+    Raises Unavailable.
+    """
     kind, config = choose(identifier)
     dtype = dtype_of(identifier)
     differences: list[str] = []
     used: set[str] = set()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "hub"
-        made = save(kind, config, path, dtype)
-        turned = transpose_checked(made, path)
+        result = save(kind, config, path, dtype)
+        turned = transpose_checked(result, path)
         layouts = ["transposed" if turned else "hub"]
-        tensors = _one(kind, path, made, layouts[0], differences, used)
-        if changes_prefixes(made):
+        tensors = check_one(kind, path, result, layouts[0], differences, used)
+        if changes_prefixes(result):
             layouts.append("with prefixes")
             path = Path(folder) / "prefixes"
-            made = save(kind, config, path, dtype, keep_prefixes)
-            tensors = _one(kind, path, made, layouts[-1], differences, used)
+            result = save(kind, config, path, dtype, keep_prefixes)
+            tensors = check_one(kind, path, result, layouts[-1], differences, used)
     own = [str(entry) for entry in entries(identifier)]
     return Result(
         identifier=identifier,
@@ -82,21 +85,21 @@ def check(identifier: str) -> Result:
         layouts=tuple(layouts),
         used=sum(entry in used for entry in own),
         entries=len(own),
-        parameters=sum(1 for _ in made.parameters()),
+        parameters=sum(1 for _ in result.parameters()),
         tensors=tensors,
         differences=tuple(differences),
     )
 
 
 def save_base(kind: Any, config: Any, path: Path) -> tuple[Any, Any]:
-    """Write a model into ``head`` and its base into ``base``; returns both, the same where it has none."""
+    """Write a model into ``head`` and its base into ``base``; return both."""
     head = save(kind, config, path / "head", torch.bfloat16)
     base = head.base_model
     base.save_pretrained(path / "base")
     return head, base
 
 
-def _one(kind: Any, path: Path, made: Any, layout: str, differences: list[str], used: set[str]) -> int:
+def check_one(kind: Any, path: Path, made: Any, layout: str, differences: list[str], used: set[str]) -> int:
     expected = reference(kind, path)
     used.update(str(entry) for entry in expected.used)
     lines, tensors = compare(kind, path, expected, made)

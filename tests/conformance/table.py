@@ -1,4 +1,4 @@
-"""The table of the suite, for the documentation: ``python -m tests.conformance.table`` writes it anew."""
+"""Write the suite's table for the documentation: ``python -m tests.conformance.table``."""
 
 import os
 from pathlib import Path
@@ -37,18 +37,18 @@ gaps turned off (`gap_floor=0`); with it on, 512 bytes more are allowed for each
 
 
 def text() -> str:
-    """The whole page; runs what has not run yet."""
+    """Return the whole page; runs missing identifiers."""
     import transformers
 
     names = identifiers()
     results = [check(name) for name in names if excluded(name) is None]
-    left = [name for name in names if name in EXCLUDED]
+    remaining = [name for name in names if name in EXCLUDED]
     lines = [
         _HEAD.format(
             version=transformers.__version__,
             covered=len(results),
             wrong=sum(bool(r.differences) for r in results),
-            left=len(left),
+            left=len(remaining),
         ),
         "## Covered\n",
         "| identifier | class | operations | layouts | dtype | used | parameters | tensors | result |",
@@ -57,7 +57,7 @@ def text() -> str:
         "\n## Excluded\n",
         "| identifier | operations | reason |",
         "|---|---|---|",
-        *(f"| {name} | {operations(name)} | {EXCLUDED[name]} |" for name in left),
+        *(f"| {name} | {operations(name)} | {EXCLUDED[name]} |" for name in remaining),
     ]
     return "\n".join(lines) + "\n\n" + diffusion_table.section()
 

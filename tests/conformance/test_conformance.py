@@ -1,4 +1,4 @@
-"""Every identifier of transformers' registry, loaded in shards and compared with ``from_pretrained``."""
+"""Load every identifier of transformers' registry in shards, and compare with its own load."""
 
 import pytest
 import transformers

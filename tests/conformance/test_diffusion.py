@@ -1,4 +1,4 @@
-"""Original-layout checkpoints of diffusers models, loaded in shards and compared with its own load."""
+"""Load original checkpoints of diffusers models in shards, and compare with its own load."""
 
 import diffusers
 import pytest

@@ -1,4 +1,4 @@
-"""Checkpoints under other names than those of the model: a base model's, a head's, an old release's."""
+"""Checkpoints with other names than the model's: of a base, a head, or an old release."""
 
 from pathlib import Path
 
@@ -13,9 +13,9 @@ from tests.conformance.sharded import compare, reference
 from tests.conformance.suite import save_base
 from tests.tiny import edit_tensors
 
-#: Types whose base model goes into the head model and the other way around with the ordinary tests: two plain
-#: ones; draws that are overwritten, in another order, or thrown away; an empty parameter; a tie that lacks
-#: both its names; a base that takes a part of the configuration.
+#: Types whose base and head checkpoints are exchanged in the ordinary tests. They include overwritten,
+#: reordered and discarded draws, an empty parameter, a tie that lacks both names, and a base with a part of
+#: the configuration.
 SOME = (
     "nomic_bert",
     "qwen3_moe",
@@ -24,7 +24,7 @@ SOME = (
     "Sapiens2ForPoseEstimation",
     "colqwen2",
 )
-#: A base checkpoint whose own configuration is not that of the head: the library refuses it too.
+#: Base checkpoints whose configuration is not the head's; the library refuses them too.
 NOT_BACK = (
     "Tipsv2DptForDepthEstimation",
     "Tipsv2DptForNormalEstimation",
@@ -36,7 +36,7 @@ NOT_BACK = (
 
 
 def _check_base_and_head(identifier: str, path: Path) -> None:
-    """A head model's checkpoint in the base class, with its head unexpected; and back, with it missing."""
+    """Load a head's checkpoint into the base class, and back."""
     kind, config = choose(identifier)
     head, base = save_base(kind, config, path)
     if base is head:
@@ -62,17 +62,17 @@ def test_base_and_head(identifier: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["BertForMaskedLM", "BertModel"])
 def test_names_of_old_releases(name: str, tmp_path: Path) -> None:
     kind = model_class(name)
-    made = _saved_with_old_names(kind, tmp_path)
+    result = _saved_with_old_names(kind, tmp_path)
     expected = reference(kind, tmp_path)
     assert not expected.missing
     assert not expected.unexpected
-    differences, tensors = compare(kind, tmp_path, expected, made)
+    differences, tensors = compare(kind, tmp_path, expected, result)
     assert not differences
     assert tensors > 40
 
 
 def _saved_with_old_names(kind: type | None, path: Path) -> torch.nn.Module:
-    made: torch.nn.Module = save(kind, small_config(kind, "bert"), path, torch.float32, shard_size="1GB")
+    result: torch.nn.Module = save(kind, small_config(kind, "bert"), path, torch.float32, shard_size="1GB")
     old = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
 
     def rename(tensors: dict[str, torch.Tensor]) -> None:
@@ -82,4 +82,4 @@ def _saved_with_old_names(kind: type | None, path: Path) -> torch.nn.Module:
                     tensors[name.replace(new, before)] = tensors.pop(name)
 
     edit_tensors(path, rename)
-    return made
+    return result

@@ -1,4 +1,4 @@
-"""Every type of transformers' registry and family of diffusers, loaded in shards and saved as it was."""
+"""Save every type and family from shards, with the original layout."""
 
 import pytest
 
@@ -12,14 +12,14 @@ from tests.conformance.suite import NAMED
 
 @pytest.mark.parametrize("identifier", NAMED)
 def test_named_types_go_back_as_they_came(identifier: str) -> None:
-    """Names, types, shapes and bytes of all tensors, from two ranks."""
+    """Compare names, types, shapes and bytes of all tensors, from two ranks."""
     assert check_saving(identifier, (2,)) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("identifier", [name for name in identifiers() if excluded(name) is None])
 def test_all_types_go_back_as_they_came(identifier: str) -> None:
-    """The same for all that load, from one to four ranks."""
+    """Compare all types that load, from one to four ranks."""
     assert check_saving(identifier) == []
 
 
@@ -27,5 +27,5 @@ def test_all_types_go_back_as_they_came(identifier: str) -> None:
     "key", [pytest.param(f.key, marks=[] if f.quick else pytest.mark.slow) for f in FAMILIES]
 )
 def test_original_layouts_of_diffusers_go_back(key: str) -> None:
-    """From a single file in the release's own layout back to that, and from diffusers' to diffusers'."""
+    """Save from a single original file, and from diffusers' layout, back to the same layout."""
     assert diffusion_suite.check_saving(key, (1, 3)) == []

@@ -1,4 +1,4 @@
-"""Code that lies beside a checkpoint is run where the caller says so, and nobody is asked on the terminal."""
+"""Code next to a checkpoint runs only if the caller allows it, without a prompt."""
 
 import io
 import json
@@ -87,8 +87,8 @@ def test_code_that_is_trusted_is_run(checkpoint: Path, capsys: pytest.CaptureFix
         assert torch.equal(tensor, WEIGHTS[name])
     assert type(model).__name__.endswith("OwnModel")
     assert (model.rates, model.steps, model.positive) == ([0.0, 0.25, 0.5, 0.0, 0.5, 1.0], 10, True)
-    planned = zerostart.plan(str(checkpoint), 2, trust_remote_code=True)
-    assert sum(rank.read_bytes for rank in planned.ranks) >= 80
+    plan = zerostart.plan(str(checkpoint), 2, trust_remote_code=True)
+    assert sum(rank.read_bytes for rank in plan.ranks) >= 80
     with pytest.raises(SystemExit) as ended:
         main(["plan", str(checkpoint), "--world-size", "2", "--trust-remote-code", "--json"])
     assert not ended.value.code
@@ -103,7 +103,7 @@ def test_a_random_value_in_a_constructor_is_refused(checkpoint: Path) -> None:
 
 
 def test_what_is_asked_inside_is_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What another library reads for us, such as a pipeline's tokenizers, passes no word of trust."""
+    """Other libraries, such as a pipeline's tokenizers, receive no permission."""
     import transformers
 
     from zerostart.upstream.transformers.models import unasked

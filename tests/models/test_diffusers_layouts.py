@@ -1,4 +1,4 @@
-"""Which layout a checkpoint of a diffusers model is in, and what of the file belongs to the model."""
+"""Layouts of diffusers checkpoints, and files with several components."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +16,7 @@ State = dict[str, torch.Tensor]
 
 
 def released(key: str, path: Path, edit: Callable[[State], None]) -> tuple[Path, type]:
-    """The family's original file with its tensors edited, and its class."""
+    """Return the family's original file with edited tensors, and its class."""
     model = write_original(family(key), path, torch.float32)
     file = path / "release.safetensors"
     state = load_file(file)
@@ -26,7 +26,7 @@ def released(key: str, path: Path, edit: Callable[[State], None]) -> tuple[Path,
 
 
 def own(key: str, path: Path, edit: Callable[[State], None]) -> Path:
-    """A directory in diffusers' own layout with its tensors edited."""
+    """Return a directory in diffusers' own layout with edited tensors."""
     model = write_original(family(key), path / "original", torch.float32)
     model.save_pretrained(path / "own")
     file = path / "own" / "diffusion_pytorch_model.safetensors"
@@ -41,7 +41,7 @@ def misspell(state: State) -> None:
 
 
 def test_own_layout_that_lacks_a_tensor_is_not_converted(tmp_path: Path) -> None:
-    """Wan's converter exchanges norm2 and norm3: on the model's own names that would be wrong."""
+    """Wan's converter swaps norm2 and norm3, which would be wrong for the model's own names."""
     source = own("wan", tmp_path, misspell)
     with pytest.raises(CoverageError) as raised:
         zerostart.load(source, engine="fsdp2", progress=False)
@@ -78,7 +78,7 @@ def test_original_layout_that_lacks_a_tensor_names_it(tmp_path: Path) -> None:
     with pytest.raises(CoverageError) as raised:
         zerostart.load(file, model=kind, engine="fsdp2", progress=False)
     assert raised.value.missing == ("blocks.1.attn1.to_q.weight",)
-    # FLUX.1's converter looks up every key; what it misses is all that it says.
+    # FLUX.1's converter looks up every key, and only names the missing one.
     file, kind = released("flux", tmp_path / "b", lambda state: state.pop(prefix + "txt_in.weight"))
     with pytest.raises(
         ConversionError, match=r"0 of the 112 tensors of FluxTransformer2DModel.*txt_in\.weight"
@@ -110,7 +110,7 @@ def test_a_prefix_that_the_converter_does_not_know(key: str, tmp_path: Path) -> 
 
 
 def test_of_several_components_only_the_wanted_one_is_read(tmp_path: Path) -> None:
-    """Transformer, VAE and audio VAE of one model in one file, as LTX-2 is released."""
+    """LTX-2 is released as one file with transformer, VAE and audio VAE."""
     state: State = {"text_encoder.embedding": torch.zeros(100_000)}
     sizes = {}
     for key in ("ltx2", "ltx2_vae", "ltx2_audio_vae"):
@@ -124,7 +124,7 @@ def test_of_several_components_only_the_wanted_one_is_read(tmp_path: Path) -> No
         save_file(state, file)
         plan = zerostart.plan(file, world_size=2, model=getattr(diffusers, family(key).kind))
         assert (plan.missing, plan.unexpected) == ((), ())
-        # Besides, a rank reads small gaps, and buffers whole.
+        # A rank also reads small gaps and whole buffers.
         assert sum(rank.read_bytes for rank in plan.ranks) <= 1.05 * size + 512 * sum(
             rank.read_ops for rank in plan.ranks
         )

@@ -1,4 +1,4 @@
-"""Which libraries a load imports, in a fresh process."""
+"""Libraries that a load imports, in a fresh process."""
 
 import subprocess
 import sys
@@ -22,10 +22,10 @@ print(len(calls), *sorted({{"transformers", "accelerate", "diffusers", "peft"}} 
 
 
 def printed(code: str) -> str:
-    done = subprocess.run(
+    finished = subprocess.run(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=120, check=True
     )
-    return done.stdout.strip()
+    return finished.stdout.strip()
 
 
 def test_a_plain_module_imports_no_library_of_models() -> None:

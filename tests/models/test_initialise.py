@@ -1,4 +1,4 @@
-"""Initialising in chunks against torch's own initialisers run at once."""
+"""Chunked initialisation equals torch's own."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ from zerostart.models import initialise
 from zerostart.models.initialise import fill_missing, find_program
 from zerostart.models.operator_log import OperatorLog
 
-#: What a model does to a parameter, and what of it counts for the values and for the generator.
+#: Initialises a parameter, with draws that count for values or only for the generator.
 Initialiser = Callable[[torch.Tensor], object]
 CHUNKED: dict[str, tuple[Initialiser, Initialiser | None]] = {
     "normal": (lambda t: nn.init.normal_(t, 0.5, 0.02), None),
@@ -68,9 +68,9 @@ def test_shards_equal_the_whole_initialiser(name: str, shape: tuple[int, int], d
             program.fill(layout, storage)
             parts.append(storage)
             assert torch.equal(torch.rand(1), after), "the generator must end where the whole call leaves it"
-        got = torch.cat(parts)
-        assert torch.equal(got[: expected.numel()].view(shape), expected)
-        assert not got[expected.numel() :].any()
+        actual = torch.cat(parts)
+        assert torch.equal(actual[: expected.numel()].view(shape), expected)
+        assert not actual[expected.numel() :].any()
 
 
 def test_programs_draw_in_the_order_of_the_initialiser() -> None:
@@ -78,8 +78,8 @@ def test_programs_draw_in_the_order_of_the_initialiser() -> None:
         second.normal_()  # a child's parameter, drawn before its parent's
         first.uniform_()
         first.copy_(torch.rand(first.shape, device=first.device))
-        torch.empty(3, device=first.device).bernoulli_(0.5)  # of no use
-        nn.init.trunc_normal_(first)  # what was drawn before is lost, but the generator has moved on
+        torch.empty(3, device=first.device).bernoulli_(0.5)  # unused
+        nn.init.trunc_normal_(first)  # earlier values are lost, but the generator has moved
         first.normal_(std=2.0)
 
     shapes = [(9, 20), (31, 7)]
@@ -108,8 +108,8 @@ def test_values_of_buffers_come_from_what_made_them() -> None:
         table = 1.0 / 10000 ** (torch.arange(0, 8, 2).float() / 8)
         angles = torch.outer(torch.arange(5).float(), table)
         mask = torch.full((4, 4), float("-inf")).triu_(1)
-        given = torch.tensor([3, 1, 2])
-        return [angles.cos(), mask, given, given[1:] * 2]
+        order = torch.tensor([3, 1, 2])
+        return [angles.cos(), mask, order, order[1:] * 2]
 
     expected = make()
     log = OperatorLog()
@@ -125,6 +125,6 @@ def test_a_value_looked_at_before_it_was_overwritten_is_the_old_one() -> None:
         first = torch.arange(4.0)
         second = first * 2
         first.fill_(7)
-    got = log.values([first, second], torch.device("cpu"))
-    assert got[0].tolist() == [7, 7, 7, 7]
-    assert got[1].tolist() == [0, 2, 4, 6]
+    actual = log.values([first, second], torch.device("cpu"))
+    assert actual[0].tolist() == [7, 7, 7, 7]
+    assert actual[1].tolist() == [0, 2, 4, 6]

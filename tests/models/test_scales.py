@@ -1,4 +1,4 @@
-"""Checkpoints with scales of their own quantisation: multiplied, or refused, whatever ``strict`` says."""
+"""Quantised checkpoints with scales are multiplied or refused, for any ``strict``."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -101,7 +101,7 @@ def small() -> Iterator[None]:
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("key", ["flux", "wan", "z_image"])
 def test_scales_of_original_files(key: str, strict: bool, tmp_path: Path) -> None:
-    """As diffusers converts the dequantised file; FLUX.1's converter drops what it does not know."""
+    """Original files are dequantised before conversion; FLUX.1's converter drops unknown names."""
     model = write_original(family(key), tmp_path / "whole", torch.float32)
     file = tmp_path / "whole" / "release.safetensors"
     state, whole = load_file(file), {}

@@ -1,4 +1,4 @@
-"""Files of an original release by themselves: the configuration is the one that diffusers takes for them."""
+"""Original files without a directory get the configuration that diffusers chooses."""
 
 from pathlib import Path
 
@@ -13,13 +13,13 @@ from zerostart.errors import BuildError
 from zerostart.training.config.configuration import ModelConfig
 from zerostart.training.diffusion.flow_source import read_source
 
-#: By family the repository that diffusers takes for its tensors, at the sizes that they have here.
+#: Repository that diffusers chooses by the tensors of each family, at these sizes.
 RELEASES = {"z_image": "Tongyi-MAI/Z-Image-Turbo", "wan": "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers"}
 
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache of the hub."""
+    """Use an empty cache of the hub."""
     import huggingface_hub.constants as constants
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
@@ -27,7 +27,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def bare(key: str, folder: Path) -> tuple[Path, Path]:
-    """The family's original file alone in a folder, and its configuration elsewhere."""
+    """Copy only the family's original file; its configuration is elsewhere."""
     write_original(family(key), folder / "whole", torch.float32)
     (folder / "bare").mkdir()
     file = folder / "bare" / "release.safetensors"
@@ -54,10 +54,10 @@ def test_a_file_alone_is_loaded_as_by_from_single_file(key: str, tmp_path: Path,
     kind = getattr(diffusers, family(key).kind)
     expected = kind.from_single_file(str(file), local_files_only=True)
     for model in (None, kind):
-        found = zerostart.load(file, model, engine="fsdp2", progress=False)
-        assert type(found).__name__.endswith(kind.__name__)
-        assert dict(found.config) == dict(expected.config)
-        tensors = dict(zerostart.full_tensors(found))
+        actual = zerostart.load(file, model, engine="fsdp2", progress=False)
+        assert type(actual).__name__.endswith(kind.__name__)
+        assert dict(actual.config) == dict(expected.config)
+        tensors = dict(zerostart.full_tensors(actual))
         assert tensors.keys() == expected.state_dict().keys()
         for name, tensor in expected.state_dict().items():
             assert torch.equal(tensors[name], tensor), name
@@ -65,7 +65,7 @@ def test_a_file_alone_is_loaded_as_by_from_single_file(key: str, tmp_path: Path,
 
 
 def test_tensors_of_no_release_are_nobody_s(tmp_path: Path) -> None:
-    """Which diffusers takes for Stable Diffusion 1.5, whatever they are."""
+    """diffusers takes such tensors for Stable Diffusion 1.5."""
     from safetensors.torch import save_file
 
     save_file({"a.weight": torch.ones(2)}, tmp_path / "model.safetensors")
@@ -81,7 +81,7 @@ def test_tensors_of_no_release_are_nobody_s(tmp_path: Path) -> None:
 
 
 def test_a_file_alone_is_converted_with_the_configuration_that_it_has(tmp_path: Path, hub: Path) -> None:
-    """The names stay those of the file; the model is found by its configuration."""
+    """The names of the file are kept; the configuration names the model."""
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
     file, config = bare("wan", tmp_path)
@@ -90,9 +90,9 @@ def test_a_file_alone_is_converted_with_the_configuration_that_it_has(tmp_path: 
     expected = kind.from_single_file(str(file), local_files_only=True)
     zerostart.convert(file, tmp_path / "dcp", "dcp")
     dcp_to_torch_save(tmp_path / "dcp", tmp_path / "dcp.pt")
-    found = torch.load(tmp_path / "dcp.pt")
-    found = found.get("model", found)
-    assert found.keys() == load_file(file).keys()
+    actual = torch.load(tmp_path / "dcp.pt")
+    actual = actual.get("model", actual)
+    assert actual.keys() == load_file(file).keys()
     model = zerostart.load(tmp_path / "dcp", engine="fsdp2", progress=False)
     assert type(model).__name__.endswith(kind.__name__)
     assert dict(model.config) == {**expected.config, "_name_or_path": model.config["_name_or_path"]}

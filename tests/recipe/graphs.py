@@ -1,7 +1,7 @@
-"""Random graphs of index-moving torch operations, run on symbolic tensors and on element numbers alike.
+"""Random graphs of index-moving torch operations, on symbolic tensors and element numbers.
 
-The oracle is eager torch on 64-bit integers that number the source elements: what it gives is the exact index
-map, whatever our pieces say.
+The reference is eager torch on 64-bit integers that number the source elements: its result is the exact index
+map.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,14 +23,14 @@ KINDS = (
 
 @dataclass(frozen=True)
 class Graph:
-    """Pairs of a symbolic tensor and the element numbers that it must hold."""
+    """Pairs of a symbolic tensor and its expected element numbers."""
 
     sources: Mapping[str, torch.Tensor]
     results: list[tuple[SymbolicTensor, torch.Tensor]]
 
 
 def element_numbers(symbolic: SymbolicTensor, sources: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """What the pieces say, as element numbers; -1 where no piece covers an element."""
+    """Return the element numbers of the pieces; -1 for elements without a piece."""
     shape = tuple(symbolic.shape)
     out = torch.full((symbolic.numel(),), -1)
     box = geometry.Box((0,) * len(shape), shape)
@@ -46,7 +46,7 @@ def run_copies(
     out: torch.Tensor,
     sources: Mapping[str, torch.Tensor],
 ) -> int:
-    """Run the copies that fill ``box``; returns the number of elements copied."""
+    """Run the copies that fill ``box``; return the number of copied elements."""
     copied = 0
     for piece in symbolic.pieces:
         for copy in geometry.copies_between(piece, box, to, strides):
@@ -77,15 +77,15 @@ def graphs(draw: st.DrawFn) -> Graph:
 
 @st.composite
 def steps(
-    draw: st.DrawFn, known: list[tuple[SymbolicTensor, torch.Tensor]]
+    draw: st.DrawFn, previous: list[tuple[SymbolicTensor, torch.Tensor]]
 ) -> tuple[SymbolicTensor, torch.Tensor] | None:
-    """One more operation on something already made."""
-    symbolic, eager = draw(st.sampled_from(known))
+    """Draw one more operation on a known tensor."""
+    symbolic, eager = draw(st.sampled_from(previous))
     if eager.numel() > MOST_ELEMENTS:
         return None
     function = draw(operations(eager))
     if function is None:
-        alike = [pair for pair in known if pair[1].shape == eager.shape]
+        alike = [pair for pair in previous if pair[1].shape == eager.shape]
         parts = draw(st.lists(st.sampled_from(alike), min_size=1, max_size=3))
         join = draw(st.sampled_from([torch.cat, torch.stack]))
         dim = draw(st.integers(0, max(0, eager.dim() - 1)))
@@ -97,7 +97,7 @@ def steps(
 
 @st.composite
 def operations(draw: st.DrawFn, t: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """A unary operation that fits ``t``; None for one that joins several tensors."""
+    """Draw a unary operation that fits ``t``; None for one that joins several tensors."""
     if t.dim() == 0 or t.numel() == 0:
         return lambda x: x.unsqueeze(0)
     dim = draw(st.integers(0, t.dim() - 1))
@@ -107,8 +107,8 @@ def operations(draw: st.DrawFn, t: torch.Tensor) -> Callable[[torch.Tensor], tor
         shape = draw(factorisations(t.numel()))
         return lambda x: x.reshape(shape)
     if kind == "transpose":
-        other = draw(st.integers(0, t.dim() - 1))
-        return lambda x: x.transpose(dim, other)
+        second = draw(st.integers(0, t.dim() - 1))
+        return lambda x: x.transpose(dim, second)
     if kind == "permute":
         order = draw(st.permutations(range(t.dim())))
         return lambda x: x.permute(order)
@@ -150,11 +150,11 @@ def operations(draw: st.DrawFn, t: torch.Tensor) -> Callable[[torch.Tensor], tor
 @st.composite
 def factorisations(draw: st.DrawFn, numel: int) -> list[int]:
     shape: list[int] = []
-    left = numel
-    while left > 1:
-        factor = draw(st.sampled_from([f for f in range(2, left + 1) if left % f == 0]))
+    remaining = numel
+    while remaining > 1:
+        factor = draw(st.sampled_from([f for f in range(2, remaining + 1) if remaining % f == 0]))
         shape.append(factor)
-        left //= factor
+        remaining //= factor
     if draw(st.booleans()):
         shape.insert(draw(st.integers(0, len(shape))), 1)
     return shape

@@ -1,4 +1,4 @@
-"""What a trace says, loaded in shards without processes, against the tensors that it must give."""
+"""Load traced tensors in shards without processes, and compare them."""
 
 from collections.abc import Mapping
 
@@ -15,31 +15,31 @@ Tensors = dict[str, torch.Tensor]
 
 
 def symbols_of(source: Tensors) -> dict[str, SymbolicTensor]:
-    """The tensors of a checkpoint, as a trace has them."""
+    """Return the symbolic tensors of a checkpoint."""
     return {name: SymbolicTensor.of(name, tuple(t.shape), t.dtype) for name, t in source.items()}
 
 
 def module_with(tensors: Mapping[str, torch.Tensor]) -> nn.Module:
-    """A module on meta that expects ``tensors``."""
-    made = nn.Module()
+    """Return a module on meta that expects ``tensors``."""
+    result = nn.Module()
     for name, tensor in tensors.items():
-        made.register_buffer(name, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
-    return made
+        result.register_buffer(name, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
+    return result
 
 
 def recipe_of(name: str, symbolic: SymbolicTensor) -> Recipe:
-    """The recipe of a tensor that a trace gave."""
+    """Return the recipe of a traced tensor."""
     return Recipe(Target(name, tuple(symbolic.shape), symbolic.dtype), symbolic.pieces)
 
 
 def compare(
-    made: Mapping[str, Recipe], expected: Tensors, source: Tensors, world: int, chunk: int
+    result: Mapping[str, Recipe], expected: Tensors, source: Tensors, world: int, chunk: int
 ) -> list[Plan]:
-    """Load what ``made`` says in shards of ``world`` ranks, compare each, and return the plans."""
+    """Load traced tensors in shards of ``world`` ranks, compare each, and return the plans."""
     catalog = memory_catalog(source)
-    found = []
+    actual = []
     for name, want in expected.items():
-        recipe, shape = made[name], tuple(want.shape)
+        recipe, shape = result[name], tuple(want.shape)
         assert (recipe.target.shape, recipe.target.dtype) == (shape, want.dtype)
         for rank in range(world):
             for layout in (
@@ -54,5 +54,5 @@ def compare(
                 for first, count, to in layout.runs():
                     right[to : to + count] = want.reshape(-1)[first : first + count]
                 assert torch.equal(storage.view(torch.uint8), right.view(torch.uint8)), (name, rank)
-                found.append(plan)
-    return found
+                actual.append(plan)
+    return actual

@@ -1,6 +1,6 @@
-"""The last bit of what a conversion calculates: as eager torch has it, whatever the chunk, world and layout.
+"""Bits of computed conversions equal eager torch's, for any chunk, world and layout.
 
-The references are computed by one thread, for eager torch's own bits depend on their number.
+One thread computes the references, since eager torch's bits depend on the number of threads.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ from zerostart.transfer.planning import Destination, Plan, PlanOptions, join
 Tensors = dict[str, torch.Tensor]
 Convert = Callable[[Tensors], Tensors]
 aten = torch.ops.aten
-#: Elements of a run after which torch's vectorised loops are back where they began.
+#: Elements after which torch's vectorised loops repeat.
 BLOCK = 1024
 
 
@@ -51,24 +51,24 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 def differing(
     convert: Convert, source: Tensors, world: int = 3, chunk: int = 1 << 13, reference: Tensors | None = None
 ) -> list[str]:
-    """Names of results of which a rank gets other bits than ``convert`` gives eagerly."""
+    """Return names of results whose bits on a rank differ from eager ``convert``."""
     return [name for name, right, _ in loaded(convert, source, world, chunk, reference) if not right]
 
 
 def loaded(
     convert: Convert, source: Tensors, world: int, chunk: int, reference: Tensors | None = None
 ) -> Iterator[tuple[str, bool, Plan]]:
-    """Each result in each layout's shards: its name, whether the bits are right, and the plan."""
+    """Yield each result in each layout's shards: name, whether the bits are equal, and plan."""
     if reference is None:
         with threads(1):
             reference = convert(dict(source))
     catalog = memory_catalog(source)
     symbols = {n: SymbolicTensor.of(n, tuple(t.shape), t.dtype, t.stride()) for n, t in source.items()}
-    made = trace_call("test", lambda: {name: snapshot(t) for name, t in convert(dict(symbols)).items()})
+    result = trace_call("test", lambda: {name: snapshot(t) for name, t in convert(dict(symbols)).items()})
     for name, want in reference.items():
         shape = tuple(want.shape)
-        assert (tuple(made[name].shape), made[name].dtype) == (shape, want.dtype), name
-        recipe = Recipe(Target(name, shape, want.dtype), made[name].pieces)
+        assert (tuple(result[name].shape), result[name].dtype) == (shape, want.dtype), name
+        recipe = Recipe(Target(name, shape, want.dtype), result[name].pieces)
         want = want.reshape(-1)
         for layout in layouts(shape, world):
             destination = Destination(name, layout.numel, layout.owned, want.dtype, direct=True)
@@ -81,36 +81,36 @@ def loaded(
             yield name, torch.equal(bits(storage), bits(right)), plan
 
 
-# Every operator that torch calls pointwise.
+# All operators that torch tags as pointwise.
 
 
 def pointwise() -> dict[str, Any]:
-    found = {}
+    actual = {}
     for packet in (getattr(aten, name) for name in dir(aten)):
         for overload in getattr(packet, "overloads", list)():
             function = getattr(packet, overload)
             if torch.Tag.pointwise in function.tags and not function._schema.is_mutable:
-                found[str(function)] = function
-    return found
+                actual[str(function)] = function
+    return actual
 
 
 def arguments(function: Any, tensors: list[torch.Tensor], scalar: float) -> list[Any]:
-    """Arguments for an operator by its schema, as far as they have no default."""
-    made: list[Any] = []
-    left = iter(tensors)
+    """Return arguments for an operator by its schema, except those with defaults."""
+    result: list[Any] = []
+    remaining = iter(tensors)
     for argument in function._schema.arguments:
         kind = str(argument.type)
         if argument.kwarg_only:
             break
         if kind in ("Tensor", "Optional[Tensor]"):
-            made.append(next(left))
+            result.append(next(remaining))
         elif kind == "Optional[number]":
-            made.append(scalar)
+            result.append(scalar)
         elif argument.has_default_value():
             break
         else:
-            made.append({"number": scalar, "float": scalar, "int": 2, "bool": False}[kind])
-    return made
+            result.append({"number": scalar, "float": scalar, "int": 2, "bool": False}[kind])
+    return result
 
 
 def values(kind: str, dtype: torch.dtype, numel: int, seed: int) -> torch.Tensor:
@@ -121,15 +121,15 @@ def values(kind: str, dtype: torch.dtype, numel: int, seed: int) -> torch.Tensor
 
 
 def each_operator(dtype: torch.dtype, kind: str, numel: int) -> tuple[dict[str, Convert], Tensors]:
-    """A converter for each operator that takes such tensors, and what they convert."""
+    """Return a converter for each operator that accepts such tensors, and its inputs."""
     source = {name: values(kind, dtype, numel, seed) for seed, name in enumerate("abc")}
     converters: dict[str, Convert] = {}
     for name, function in pointwise().items():
         scalar = 3 if kind == "whole numbers" else 0.7
 
         def convert(d: Tensors, function: Any = function, scalar: float = scalar) -> Tensors:
-            made = function(*arguments(function, list(d.values()), scalar))
-            return {"w": made} if isinstance(made, torch.Tensor) else dict(zip("vw", made, strict=True))
+            result = function(*arguments(function, list(d.values()), scalar))
+            return {"w": result} if isinstance(result, torch.Tensor) else dict(zip("vw", result, strict=True))
 
         try:
             convert(source)
@@ -154,13 +154,13 @@ def test_every_pointwise_operator_on_integers_too() -> None:
     assert wrong_operators(torch.int32, "whole numbers", BLOCK + 77, 2, 1 << 12) == []
 
 
-# Compositions, and operands that lie otherwise in memory.
+# Compositions, and operands with other strides.
 
 functional = torch.nn.functional
 
 
 def smooth(d: Tensors) -> Tensors:
-    """What conversions calculate, each of its own."""
+    """Combine several computations of conversions."""
     w, v, row = d["w"], d["v"], d["row"]
     column = w.float().pow(2).mean(1, keepdim=True)
     return {
@@ -225,18 +225,18 @@ def products(w: torch.Tensor, v: torch.Tensor) -> Tensors:
 
 
 def matrices(dtype: torch.dtype, lie: str) -> Tensors:
-    """Tensors of one shape that lie row by row, column by column, or as columns of a wider matrix."""
+    """Return tensors of one shape in row-major and column-major order, and as columns."""
     rows, columns = 69, 131
     generator = torch.Generator().manual_seed(1)
-    made = {}
+    result = {}
     for name, shape in {"w": (rows, columns), "v": (rows, columns), "row": (columns,)}.items():
         tensor = torch.randn(shape, generator=generator).to(dtype)
         if lie == "columns" and name != "row":
             tensor = tensor.t().contiguous().t()
         if lie == "gaps" and name != "row":
             tensor = torch.cat([tensor, tensor], 1)[:, :columns]
-        made[name] = tensor
-    return made
+        result[name] = tensor
+    return result
 
 
 @pytest.mark.parametrize(
@@ -293,7 +293,7 @@ def test_the_number_of_threads_changes_nothing() -> None:
             assert torch.get_num_threads() == count
 
 
-# Numbers of Python and tensors of one element.
+# Python numbers and tensors of one element.
 
 
 def test_numbers_keep_the_precision_of_the_tensor_they_go_into() -> None:

@@ -1,4 +1,4 @@
-"""What a conversion calculates, against the same code run by eager torch on the real tensors."""
+"""Computed conversions, compared with the same code on real tensors."""
 
 from collections.abc import Callable
 
@@ -25,21 +25,21 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> to
 def plans(
     convert: Callable[[Tensors], Tensors], source: Tensors, world: int = 3, chunk: int = 1 << 16
 ) -> list[Plan]:
-    """Load what ``convert`` makes in shards, compare each with the eager result, and return the plans."""
+    """Load the results of ``convert`` in shards, compare them, and return the plans."""
     expected = convert({name: tensor.clone() for name, tensor in source.items()})
-    made = trace_call("test", lambda: convert(dict(symbols_of(source))))
-    recipes = {name: recipe_of(name, tensor) for name, tensor in made.items()}
+    result = trace_call("test", lambda: convert(dict(symbols_of(source))))
+    recipes = {name: recipe_of(name, tensor) for name, tensor in result.items()}
     return compare(recipes, expected, source, world, chunk)
 
 
-def most_memory(found: list[Plan]) -> int:
-    return max(computation.nbytes for plan in found for computation in plan.computations)
+def most_memory(actual: list[Plan]) -> int:
+    return max(computation.nbytes for plan in actual for computation in plan.computations)
 
 
 def test_arithmetic_is_done_in_chunks_on_its_own_elements_only() -> None:
-    found = plans(lambda d: {"w": (d["w"] + 1) * d["scale"]}, {"w": random(300, 200), "scale": random(200)})
-    assert most_memory(found) <= 1 << 16
-    assert sum(plan.read_bytes for plan in found[::2]) <= 1.1 * 4 * (300 * 200 + 3 * 200)
+    actual = plans(lambda d: {"w": (d["w"] + 1) * d["scale"]}, {"w": random(300, 200), "scale": random(200)})
+    assert most_memory(actual) <= 1 << 16
+    assert sum(plan.read_bytes for plan in actual[::2]) <= 1.1 * 4 * (300 * 200 + 3 * 200)
 
 
 def test_a_block_scale_is_read_where_its_block_is() -> None:
@@ -48,9 +48,9 @@ def test_a_block_scale_is_read_where_its_block_is() -> None:
         return {"w": (blocks * d["s"].view(4, 1, 3, 1)).to(torch.bfloat16).view(512, 384)}
 
     source = {"w": random(512, 384, dtype=torch.float8_e4m3fn), "s": random(4, 3, seed=1)}
-    found = plans(dequantise, source)
-    assert most_memory(found) <= 1 << 16
-    assert sum(plan.read_bytes for plan in found[::2]) <= 1.05 * 512 * 384
+    actual = plans(dequantise, source)
+    assert most_memory(actual) <= 1 << 16
+    assert sum(plan.read_bytes for plan in actual[::2]) <= 1.05 * 512 * 384
 
 
 def test_a_cast_that_rounds_is_not_skipped() -> None:
@@ -94,8 +94,8 @@ def test_what_needs_whole_tensors_is_computed_once_and_right() -> None:
     def mix(d: Tensors) -> Tensors:
         return {"w": (d["a"] @ d["b"]) * 2, "n": d["a"] / d["a"].norm(dim=1, keepdim=True)}
 
-    found = plans(mix, {"a": random(30, 20), "b": random(20, 40)})
-    assert all(len(plan.computations) <= 1 for plan in found)
+    actual = plans(mix, {"a": random(30, 20), "b": random(20, 40)})
+    assert all(len(plan.computations) <= 1 for plan in actual)
 
 
 def test_random_and_value_dependent_conversions_are_refused_by_name() -> None:
@@ -117,7 +117,7 @@ def overwritten(x: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
     return out
 
 
-#: Calculations that give the same bits however their elements are grouped.
+#: Computations whose bits do not depend on the grouping of elements.
 CALCULATIONS: dict[str, Step] = {
     "add": lambda x, first: x + 1,
     "scale": lambda x, first: x * first.reshape(-1)[0],
@@ -151,9 +151,9 @@ def test_random_mixtures_of_moves_and_arithmetic(data: st.DataObject) -> None:
             return
 
     def convert(tensors: Tensors) -> Tensors:
-        made = tensors["w"]
+        result = tensors["w"]
         for step in steps:
-            made = step(made, tensors["w"])
-        return {"w": made}
+            result = step(result, tensors["w"])
+        return {"w": result}
 
     plans(convert, source, data.draw(st.integers(1, 3)), data.draw(st.sampled_from([64, 1024, 1 << 20])))

@@ -1,4 +1,4 @@
-"""What can be taken backwards, against the converter run on element numbers, and tilings against counting."""
+"""Inverted recipes, compared with converters on element numbers; tilings against counting."""
 
 import random
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from zerostart.recipe.recipe import Coverage
 Tensors = dict[str, torch.Tensor]
 Convert = Callable[[Tensors], Tensors]
 
-#: Converters and the shapes that they take; and whether every element arrives once.
+#: Converters with the shapes of their inputs, and whether each element is used once.
 CASES: dict[str, tuple[Convert, dict[str, tuple[int, ...]], bool]] = {
     "as it is": (lambda t: {"w": t["a"]}, {"a": (3, 4)}, True),
     "transposed": (lambda t: {"w": t["a"].t()}, {"a": (3, 4)}, True),
@@ -54,25 +54,25 @@ def _traced(convert: Convert, shapes: dict[str, tuple[int, ...]]) -> dict[str, S
 
 @pytest.mark.parametrize("case", CASES)
 def test_reversal(case: str) -> None:
-    """What has every element once goes back, and then the copies say where each element came from."""
+    """Recipes that use every element once are reversible."""
     convert, shapes, whole = CASES[case]
     stored = {n: TensorEntry(n, "F32", shape, 0, 0, 4 * prod(shape)) for n, shape in shapes.items()}
     if case == "constant beside":
-        made = {"w": SymbolicTensor.of("a", (3, 4), torch.float32)[:2]}
+        result = {"w": SymbolicTensor.of("a", (3, 4), torch.float32)[:2]}
     else:
-        made = _traced(convert, shapes)  # type: ignore[assignment]
-    recipes = {n: Recipe(Target(n, tuple(t.shape), t.dtype), t.value.pieces) for n, t in made.items()}
-    found = find_reversible(recipes, stored)
-    assert (set(found.recipes) == set(recipes)) is whole
-    assert set(found.reasons) == (set() if whole else set(recipes))
+        result = _traced(convert, shapes)  # type: ignore[assignment]
+    recipes = {n: Recipe(Target(n, tuple(t.shape), t.dtype), t.value.pieces) for n, t in result.items()}
+    actual = find_reversible(recipes, stored)
+    assert (set(actual.recipes) == set(recipes)) is whole
+    assert set(actual.reasons) == (set() if whole else set(recipes))
 
 
 @pytest.mark.parametrize("case", [case for case, (_, _, whole) in CASES.items() if whole])
 def test_inverted(case: str) -> None:
-    """The pieces of the way back, followed on element numbers, are the inverse of the converter."""
+    """Pieces of an inverse give the element numbers that the converter took."""
     convert, shapes, _ = CASES[case]
-    made = _traced(convert, shapes)
-    files = {n: (tuple(t.shape), t.value.pieces) for n, t in made.items()}
+    result = _traced(convert, shapes)
+    files = {n: (tuple(t.shape), t.value.pieces) for n, t in result.items()}
     back = invert_pieces(files, shapes)
     assert back.keys() == shapes.keys()
     numbers, total = {}, 0
@@ -82,7 +82,7 @@ def test_inverted(case: str) -> None:
     converted = {name: t.contiguous().view(-1).clone() for name, t in convert(numbers).items()}
     for name, pieces in back.items():
         shape = shapes[name]
-        got = torch.full((prod(shape),), -1)
+        actual = torch.full((prod(shape),), -1)
         box, strides = geometry.Box((0,) * len(shape), shape), geometry.row_major_strides(shape)
         for piece in pieces:
             for copy in geometry.copies_between(piece, box, 0, strides):
@@ -90,12 +90,12 @@ def test_inverted(case: str) -> None:
                 source = converted[str(copy.source)].as_strided(
                     sizes, [s for _, s, _ in copy.loops], copy.start
                 )
-                got.as_strided(sizes, [d for _, _, d in copy.loops], copy.to).copy_(source)
-        assert torch.equal(got.view(shape), numbers[name])
+                actual.as_strided(sizes, [d for _, _, d in copy.loops], copy.to).copy_(source)
+        assert torch.equal(actual.view(shape), numbers[name])
 
 
 def _fragments(rng: random.Random) -> tuple[list[Strided], int]:
-    """Fragments of a range that is split by digits at random, some of them then moved or left out."""
+    """Return fragments of a randomly split range, some of them moved or left out."""
     sizes = [rng.randint(1, 4) for _ in range(rng.randint(1, 4))]
     strides = geometry.row_major_strides(sizes)
     parts: list[Strided] = [(0, tuple(zip(sizes, strides, strict=True)))]
@@ -106,9 +106,9 @@ def _fragments(rng: random.Random) -> tuple[list[Strided], int]:
             continue
         at = rng.randrange(len(loops))
         (size, stride), rest = loops[at], (*loops[:at], *loops[at + 1 :])
-        cut = rng.randint(0, size)
-        parts += [(start, (*rest, (cut, stride)))] if cut else []
-        parts += [(start + cut * stride, (*rest, (size - cut, stride)))] if cut < size else []
+        window = rng.randint(0, size)
+        parts += [(start, (*rest, (window, stride)))] if window else []
+        parts += [(start + window * stride, (*rest, (size - window, stride)))] if window < size else []
     if rng.random() < 0.5:
         at = rng.randrange(len(parts))
         start, loops = parts[at]
@@ -117,31 +117,31 @@ def _fragments(rng: random.Random) -> tuple[list[Strided], int]:
 
 
 def test_tilings_against_counting() -> None:
-    """What is decided by integers is what counting every address says."""
+    """Decisions on integers equal counting every address."""
     rng = random.Random(11)
     answers = []
     for _ in range(3000):
         parts, count = _fragments(rng)
-        seen: list[int] = []
+        visited: list[int] = []
         for start, loops in parts:
             places = [start]
             for size, stride in loops:
                 places = [p + i * stride for p in places for i in range(size)]
-            seen += places
-        expected = sorted(seen) == list(range(count))
+            visited += places
+        expected = sorted(visited) == list(range(count))
         assert tiles(parts, count) is expected, (parts, count)
         answers.append(expected)
     assert 500 < sum(answers) < 2900
 
 
-# Names that a model ignores by patterns of its own.
+# Names that a model ignores by patterns.
 
 
 def test_patterns_stand_for_themselves() -> None:
-    """Flags within one, and references to its own groups, mean what they mean alone."""
+    """Flags and references to groups keep their meaning in each pattern."""
     coverage = Coverage(("Head.BIAS", "a.b.a", "a.b.c"), ("old.bias",))
-    left = coverage.ignoring([r"x", r"(?i)bias$", r"^(\w)\.\w\.\1$"], [r"(?i)OLD"])
-    assert left.missing == ("a.b.c",)
-    assert left.unexpected == ()
-    assert left.ignored == ("Head.BIAS", "a.b.a", "old.bias")
+    remaining = coverage.ignoring([r"x", r"(?i)bias$", r"^(\w)\.\w\.\1$"], [r"(?i)OLD"])
+    assert remaining.missing == ("a.b.c",)
+    assert remaining.unexpected == ()
+    assert remaining.ignored == ("Head.BIAS", "a.b.a", "old.bias")
     assert coverage.ignoring([], []) == coverage

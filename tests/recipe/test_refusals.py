@@ -1,4 +1,4 @@
-"""What cannot be followed is an error also where the code that asked for it catches all errors."""
+"""Refusals are raised even if the converter catches all errors."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -92,7 +92,7 @@ def test_a_refusal_that_becomes_another_error_is_told() -> None:
 
 
 class Hooked(nn.Module):
-    """Changes what is loaded into it by ``change`` of the state dict and itself."""
+    """A module that applies ``change`` to its state dict before loading."""
 
     def __init__(self, change: Callable[[Any, nn.Module], None]) -> None:
         super().__init__()
@@ -108,9 +108,9 @@ def stored() -> Tensors:
 def loads_as_torch(change: Callable[[Any, nn.Module], None]) -> None:
     expected = Hooked(change)
     expected.load_state_dict(stored())
-    made = zerostart.load(stored(), lambda: Hooked(change), engine="fsdp2", zero_stage=0, progress=False)
+    result = zerostart.load(stored(), lambda: Hooked(change), engine="fsdp2", zero_stage=0, progress=False)
     for name, want in expected.state_dict().items():
-        assert torch.equal(made.state_dict()[name], want), name
+        assert torch.equal(result.state_dict()[name], want), name
 
 
 def scaled_by_its_largest(state: Any, _: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint that share memory share it in a converter, as those that torch loads do."""
+"""Checkpoint tensors that share memory share it in a converter, as in torch."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,18 +17,18 @@ Convert = Callable[[State], State]
 
 def module_for(tensors: State) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
-        made = nn.Module()
+        result = nn.Module()
         for name, tensor in tensors.items():
-            made.register_buffer(name, torch.zeros(tensor.shape, dtype=tensor.dtype))
-        return made
+            result.register_buffer(name, torch.zeros(tensor.shape, dtype=tensor.dtype))
+        return result
 
     return build
 
 
 def loads_as_torch(source: Any, state: State, convert: Convert | None) -> None:
-    """``source``, which torch loads as ``state``, arrives as what ``convert`` makes of it eagerly."""
+    """Load ``source``, and compare with eager ``convert`` of ``state``."""
     expected = {name: t.clone() for name, t in (convert or dict)(state).items()}
-    made = zerostart.load(
+    result = zerostart.load(
         source,
         module_for(expected),
         engine="fsdp2",
@@ -37,7 +37,7 @@ def loads_as_torch(source: Any, state: State, convert: Convert | None) -> None:
         progress=False,
     ).state_dict()
     for name, want in expected.items():
-        assert torch.equal(made[name], want), name
+        assert torch.equal(result[name], want), name
 
 
 def one_under_two_names() -> State:
@@ -89,17 +89,17 @@ def test_hooks_of_a_module_write_into_shared_memory_too() -> None:
             self.register_load_state_dict_pre_hook(lambda module, state, *_: state["a"].mul_(2))
 
     t = torch.arange(12.0).view(4, 3)
-    made = zerostart.load({"a": t, "b": t}, Hooked, engine="fsdp2", zero_stage=0, progress=False)
+    result = zerostart.load({"a": t, "b": t}, Hooked, engine="fsdp2", zero_stage=0, progress=False)
     expected = Hooked()
     expected.load_state_dict({"a": t, "b": t})
-    assert torch.equal(made.state_dict()["b"], expected.b)
-    assert torch.equal(made.state_dict()["a"], expected.a)
+    assert torch.equal(result.state_dict()["b"], expected.b)
+    assert torch.equal(result.state_dict()["a"], expected.a)
 
 
 def test_what_nothing_was_written_into_stays_as_it_is_stored() -> None:
     source = {name: t for name, t in overlapping_runs().items() if t.is_contiguous()}
-    made = zerostart.load(source, module_for(source), engine="fsdp2", zero_stage=0, progress=False)
-    assert zerostart.report(made).converted == ()
+    result = zerostart.load(source, module_for(source), engine="fsdp2", zero_stage=0, progress=False)
+    assert zerostart.report(result).converted == ()
 
 
 @pytest.mark.parametrize("make", [two_of_one_memory, overlapping_runs, columns])

@@ -1,4 +1,4 @@
-"""Tracing against eager torch on element numbers."""
+"""Traces compared with eager torch on element numbers."""
 
 import pytest
 import torch
@@ -52,11 +52,11 @@ def test_einops_patterns_arrive_as_the_same_operators() -> None:
     numbers = torch.arange(2 * 3 * 4 * 5).view(6, 20)
     symbolic = SymbolicTensor.of("w", (6, 20), torch.float32)
     pattern = "(a b) (c d) -> (b c) a d"
-    made = einops.rearrange(symbolic, pattern, a=2, c=4)
-    assert torch.equal(element_numbers(made, {"w": numbers}), einops.rearrange(numbers, pattern, a=2, c=4))
+    result = einops.rearrange(symbolic, pattern, a=2, c=4)
+    assert torch.equal(element_numbers(result, {"w": numbers}), einops.rearrange(numbers, pattern, a=2, c=4))
 
 
 def test_a_cast_is_noted_and_moves_nothing() -> None:
-    made = SymbolicTensor.of("w", (2, 2), torch.float32).to(torch.bfloat16)
-    assert made.dtype is torch.bfloat16
-    assert torch.equal(element_numbers(made, {"w": torch.arange(4)}), torch.arange(4).view(2, 2))
+    result = SymbolicTensor.of("w", (2, 2), torch.float32).to(torch.bfloat16)
+    assert result.dtype is torch.bfloat16
+    assert torch.equal(element_numbers(result, {"w": torch.arange(4)}), torch.arange(4).view(2, 2))

@@ -1,4 +1,4 @@
-"""Writes, conjugates and memory in converters, case by case, against the same code run by eager torch."""
+"""Writes, conjugates and memory in converters, compared with eager torch."""
 
 import contextlib
 import copy
@@ -29,15 +29,15 @@ def source() -> Tensors:
 
 
 def check(convert: Callable[[Tensors], Tensors], tensors: Tensors | None = None) -> None:
-    """What a converter makes, loaded by three ranks in small chunks, is what eager torch makes."""
+    """Load a converter's result on three ranks in small chunks, and compare with eager torch."""
     tensors = tensors or source()
     expected = {n: t.resolve_conj() for n, t in convert({n: t.clone() for n, t in tensors.items()}).items()}
 
     def run() -> dict[str, SymbolicTensor]:
         return {name: snapshot(tensor) for name, tensor in convert(dict(symbols_of(tensors))).items()}
 
-    made = trace_call("the converter", run)
-    compare({name: recipe_of(name, tensor) for name, tensor in made.items()}, expected, tensors, 3, 64)
+    result = trace_call("the converter", run)
+    compare({name: recipe_of(name, tensor) for name, tensor in result.items()}, expected, tensors, 3, 64)
 
 
 def test_what_shares_memory_changes_together() -> None:
@@ -170,7 +170,7 @@ READS: dict[str, Callable[[torch.Tensor], object]] = {
 
 @pytest.mark.parametrize("name", READS)
 def test_what_asks_for_values_or_memory_is_refused(name: str) -> None:
-    """Also where it writes first, and where the converter catches the refusal."""
+    """The refusal holds after a write, and if the converter catches it."""
 
     def convert(d: Tensors) -> Tensors:
         d["w"][0] = 1

@@ -1,4 +1,4 @@
-"""Reads round the page cache, on a real file system that has them; and the choice between the two ways."""
+"""Direct reads on a real file system, and the choice between direct and cached reads."""
 
 import errno
 import os
@@ -59,11 +59,11 @@ def test_end_of_the_file(path: Path) -> None:
 
 
 def test_replaced_between_the_two_openings(path: Path) -> None:
-    """Small reads and direct ones have descriptors of their own: both have to be of one file."""
-    other = path.with_name("other")
-    other.write_bytes(bytes(SIZE))
+    """Small and direct reads use two descriptors, which must belong to one file."""
+    second = path.with_name("other")
+    second.write_bytes(bytes(SIZE))
     with pytest.raises(ReadError, match=r"was changed since the checkpoint was opened .*replaced"):
-        read_twice(path, 10, lambda: other.replace(path))
+        read_twice(path, 10, lambda: second.replace(path))
 
 
 def read_twice(path: Path, first: int, between: Callable[[], object]) -> None:
@@ -74,7 +74,7 @@ def read_twice(path: Path, first: int, between: Callable[[], object]) -> None:
 
 
 def test_file_system_that_refuses_such_reads(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Opened, and then refused: read through the page cache, from then on without trying."""
+    """A refused direct read falls back to the page cache for good."""
     real = os.preadv
 
     def preadv(descriptor: int, *rest: object) -> int:
@@ -99,9 +99,9 @@ def _is_direct(descriptor: int) -> bool:
 def test_only_large_loads_whose_bytes_are_read_once() -> None:
     def reader(nbytes: int, files: int, ranks: int) -> FileReader:
         plan = Plan(LocalFiles(("f",), (files,)), (), (Read(0, 0, nbytes, (), True),), 8 << 20)
-        made = Tuning(4, 8 << 20, cold=True, direct=True, ranks=ranks).reader(plan)
-        assert isinstance(made, FileReader)
-        return made
+        result = Tuning(4, 8 << 20, cold=True, direct=True, ranks=ranks).reader(plan)
+        assert isinstance(result, FileReader)
+        return result
 
     assert reader(1 << 30, 2 << 30, 2).direct
     assert not reader((1 << 30) - 1, 2 << 30, 2).direct

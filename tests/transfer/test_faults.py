@@ -1,4 +1,4 @@
-"""Faults of the storage, passing and lasting, at the border of the operating system."""
+"""Transient and permanent faults of the storage, at the system calls."""
 
 import errno
 import os
@@ -27,14 +27,14 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def faulty(monkeypatch: pytest.MonkeyPatch, answers: Sequence[Any]) -> list[int]:
-    """`os.preadv` gives these answers first: an error, a number of bytes at most, None for the real one."""
+    """Let `os.preadv` return ``answers`` first: an error, a maximum of bytes, or None for the real call."""
     real: Callable[..., int] = os.preadv
-    left = list(answers)
+    remaining = list(answers)
     offsets: list[int] = []
 
     def preadv(descriptor: int, buffers: Sequence[memoryview], offset: int, *flags: int) -> int:
         offsets.append(offset)
-        answer = left.pop(0) if left else None
+        answer = remaining.pop(0) if remaining else None
         if isinstance(answer, OSError):
             raise answer
         if answer == 0:
@@ -90,7 +90,7 @@ def test_truncated_during_the_load(path: Path) -> None:
 
 
 def test_written_to_during_the_load(path: Path) -> None:
-    """What was read before and after may be a mixture: told at the end, whichever came first."""
+    """Reads before and after a write may be mixed, so the load reports it at the end."""
     with pytest.raises(ReadError, match=rf"{path} was changed while it was read.*written to"):
         read_twice(path, lambda: path.write_bytes(CONTENT))
 
@@ -114,7 +114,7 @@ def test_truncated_before_the_load(path: Path) -> None:
 
 
 def test_what_all_ranks_agreed_on_comes_before_an_error_of_a_thread() -> None:
-    """Both happen at once: a rank that raised its own error would meet the others a second time, in vain."""
+    """Otherwise one rank would raise its own error and meet the others again in vain."""
     met, failed = threading.Event(), threading.Event()
 
     def work(items: object) -> None:

@@ -1,4 +1,4 @@
-"""Slices of columns, transposes and their combinations: many short runs of a file in few calls."""
+"""Slices of columns and transposes: many short runs of a file in few calls."""
 
 import os
 from pathlib import Path
@@ -17,7 +17,7 @@ from zerostart.transfer.planning import Destination, Plan, join
 WORLD = 3
 
 
-def planned(path: Path, symbolic: torch.Tensor, layout: Layout, dtype: torch.dtype, direct: bool) -> Plan:
+def make_plan(path: Path, symbolic: torch.Tensor, layout: Layout, dtype: torch.dtype, direct: bool) -> Plan:
     recipe = Recipe(Target("p", tuple(symbolic.shape), dtype), symbolic.pieces)
     destination = Destination("p", layout.numel, layout.owned, dtype, direct)
     return join(open_catalog(path), [(recipe, layout, destination)])
@@ -37,7 +37,7 @@ def test_columns(tmp_path: Path) -> None:
     symbolic = SymbolicTensor.of("w", (301, 1000), torch.float32)
     for rank, expected in enumerate(whole.chunk(WORLD, 1)):
         layout = dimension_shard((301, 1000), 1, rank, WORLD)
-        plan = planned(path, symbolic, layout, torch.float32, direct=True)
+        plan = make_plan(path, symbolic, layout, torch.float32, direct=True)
         assert plan.read_bytes == expected.nbytes
         assert len(plan.reads) == 1
         assert plan.reads[0].direct
@@ -47,13 +47,13 @@ def test_columns(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("direct", [True, False])
 def test_columns_beside_columns(tmp_path: Path, dtype: torch.dtype, direct: bool) -> None:
-    """The rows of one source are apart in the destination too, and with a cast they go through staging."""
+    """Rows with gaps in source and destination; with a cast they are staged."""
     a, b = torch.randn(70, 900), torch.randn(70, 900)
     path = tmp_path / "model.safetensors"
     save_file({"a": a, "b": b}, path)
     sa, sb = (SymbolicTensor.of(n, (70, 900), torch.float32) for n in "ab")
     symbolic = torch.cat([sa[:, 100:400], sb[:, 500:]], 1)
-    plan = planned(path, symbolic, flat_partition((70, 700), 0, 1), dtype, direct)
+    plan = make_plan(path, symbolic, flat_partition((70, 700), 0, 1), dtype, direct)
     assert plan.read_bytes == 70 * 700 * 4
     expected = torch.cat([a[:, 100:400], b[:, 500:]], 1).to(dtype)
     assert torch.equal(filled(plan), expected.reshape(-1))
@@ -68,7 +68,7 @@ def test_transposed_experts(tmp_path: Path, dtype: torch.dtype) -> None:
     expected = stored.transpose(1, 2).to(dtype).reshape(-1)
     for rank in range(WORLD):
         layout = flat_partition((3, 700, 640), rank, WORLD)
-        plan = planned(path, symbolic, layout, dtype, direct=True)
+        plan = make_plan(path, symbolic, layout, dtype, direct=True)
         ((first, count, _),) = layout.runs()
         assert torch.equal(filled(plan)[:count], expected[first : first + count])
 
@@ -78,7 +78,7 @@ def test_one_column(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     save_file({"w": whole}, path)
     symbolic = SymbolicTensor.of("w", (3000, 600), torch.float32)[:, 17:18]
-    plan = planned(path, symbolic, flat_partition((3000, 1), 0, 1), torch.float32, direct=True)
+    plan = make_plan(path, symbolic, flat_partition((3000, 1), 0, 1), torch.float32, direct=True)
     assert plan.read_bytes == 3000 * 4
     assert torch.equal(filled(plan), whole[:, 17])
 

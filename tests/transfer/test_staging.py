@@ -1,4 +1,4 @@
-"""The way of bytes to a device, followed on the CPU: turns of buffers, casts, permutations, leftovers."""
+"""Device staging on the CPU: buffers in turn, casts, permutations, leftovers."""
 
 import threading
 from collections.abc import Iterator

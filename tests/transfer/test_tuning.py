@@ -1,4 +1,4 @@
-"""How a load reads: from what the machine and the storage say of themselves."""
+"""Read settings for machines and storages."""
 
 import os
 from pathlib import Path
@@ -37,7 +37,7 @@ def evict(path: str) -> None:
     os.close(descriptor)
 
 
-def put(root: Path, path: str, text: str) -> None:
+def make_store(root: Path, path: str, text: str) -> None:
     (root / path).parent.mkdir(parents=True, exist_ok=True)
     (root / path).write_text(text + "\n")
 
@@ -97,7 +97,7 @@ def test_memory_limit_caps_an_exchange(file: str, limit: int | None, device: boo
 @pytest.mark.parametrize(
     ("nbytes", "direct", "latency", "ranks", "threads"),
     [
-        # At 100 MB/s a stream less the latency's share, and 64 at most.
+        # At 100 MB/s a stream, minus the latency's share, up to 64.
         (MiB, True, 0.2, 1, 64),
         (MiB, True, 0.005, 2, 64),
         (MiB, True, 0.005, 8, 24),
@@ -108,7 +108,7 @@ def test_memory_limit_caps_an_exchange(file: str, limit: int | None, device: boo
 def test_short_requests_to_a_store_are_more_at_a_time(
     nbytes: int, direct: bool, latency: float, ranks: int, threads: int
 ) -> None:
-    """As many as fill the link, and as find room for what does not land in place."""
+    """As many requests as fill the link, and fit the room for staged reads."""
     storage = memory_catalog({}).storage
     reads = tuple(Read(0, number * nbytes, nbytes, (), direct) for number in range(99))
     plan = Plan(storage, (), reads, 8 * MiB)
@@ -117,6 +117,6 @@ def test_short_requests_to_a_store_are_more_at_a_time(
     suited = tuning.fit_to_plan(plan)
     assert suited.threads == max(16, threads)
     assert threads * (MiB + nbytes * (not direct)) <= max(STORE_RING, 16 * 9 * MiB)
-    told = f"up to {threads} requests of {decimal(nbytes)} on average in flight"
-    assert suited.describe() == told
+    description = f"up to {threads} requests of {decimal(nbytes)} on average in flight"
+    assert suited.describe() == description
     assert Tuning(2, 8 * MiB).fit_to_plan(plan) == Tuning(2, 8 * MiB)

@@ -1,4 +1,4 @@
-"""Counting all ranks' reads at once against planning each rank, and the rule that both follow."""
+"""Counts of all ranks at once, compared with plans of each rank."""
 
 from functools import partial
 from pathlib import Path
@@ -21,15 +21,15 @@ THREADS = 2
 
 
 def _conversions(symbols: dict[str, SymbolicTensor], experts: int) -> dict[str, SymbolicTensor]:
-    """Of every layer: fused experts, a matrix as it is stored, one turned, and one that is computed."""
-    made = {}
+    """Return fused experts, a stored matrix, a transposed one and a computed one for each layer."""
+    result = {}
     for layer in range(LAYERS):
         stacks = [torch.stack([symbols[f"{layer}.{k}.{i}"] for i in range(experts)]) for k in "ab"]
-        made[f"{layer}.fused"] = torch.cat(stacks, 1)
-        made[f"{layer}.plain"] = symbols[f"{layer}.plain"]
-        made[f"{layer}.turned"] = symbols[f"{layer}.other"].t()
-        made[f"{layer}.scaled"] = symbols[f"{layer}.plain"] * 2
-    return made
+        result[f"{layer}.fused"] = torch.cat(stacks, 1)
+        result[f"{layer}.plain"] = symbols[f"{layer}.plain"]
+        result[f"{layer}.turned"] = symbols[f"{layer}.other"].t()
+        result[f"{layer}.scaled"] = symbols[f"{layer}.plain"] * 2
+    return result
 
 
 @settings(max_examples=examples(40, 1500))
@@ -37,7 +37,7 @@ def _conversions(symbols: dict[str, SymbolicTensor], experts: int) -> dict[str, 
 def test_counts_equal_the_plans(tmp_path: Path, data: st.DataObject, world: int, direct: bool) -> None:
     experts, rows, columns = (data.draw(st.integers(1, n)) for n in (5, 7, 9))
     stored = {"buffer": torch.zeros(rows)}
-    # Layers whose tensors do not lie in one order, so that what is merged differs from layer to layer.
+    # Layers in different orders, so that merges differ between layers.
     for layer in data.draw(st.permutations(range(LAYERS))):
         layer_tensors = {f"{kind}.{i}": torch.zeros(rows, columns) for kind in "ab" for i in range(experts)}
         layer_tensors |= {
@@ -60,27 +60,27 @@ def test_counts_equal_the_plans(tmp_path: Path, data: st.DataObject, world: int,
     packs, dim = data.draw(st.sampled_from([1, 2])), data.draw(st.sampled_from([0, 1]))
     flat = data.draw(st.booleans())
 
-    def cut(shape: tuple[int, ...], rank: int) -> Layout:
+    def window(shape: tuple[int, ...], rank: int) -> Layout:
         parts = (shape[dim] // packs, shape[dim] - shape[dim] // packs) if packs == 2 else (shape[dim],)
         section = packed(shape, dim, parts, rank % across, across)
         shard = flat_partition if flat else partial(dimension_shard, dim=dim)
         return section.holds(shard(section.shape, rank=rank // across, world_size=world // across))
 
     whole = Recipe(Target("buffer", (rows,), dtype), symbols["buffer"].pieces)
-    alike = {r.target.shape: [(n, cut(r.target.shape, n)) for n in range(world)] for r in recipes}
+    alike = {r.target.shape: [(n, window(r.target.shape, n)) for n in range(world)] for r in recipes}
     shares = [Share(whole, [(n, replicated((rows,))) for n in range(world)], direct)]
     shares += [Share(recipe, alike[recipe.target.shape], direct) for recipe in recipes]
-    # As a forecast asks: not of all ranks, where some hold the same.
+    # A forecast asks only for some ranks.
     ranks = data.draw(st.lists(st.integers(0, world - 1), min_size=1, unique=True).map(sorted))
-    held = {id(s.layouts): [s.layouts[rank] for rank in ranks if s.layouts[rank][1].boxes] for s in shares}
-    asked = [Share(s.recipe, held[id(s.layouts)], direct) for s in shares]
-    for rank, count in zip(ranks, count_reads(catalog, asked, ranks, options, THREADS), strict=True):
-        wanted = []
+    own = {id(s.layouts): [s.layouts[rank] for rank in ranks if s.layouts[rank][1].boxes] for s in shares}
+    some_shares = [Share(s.recipe, own[id(s.layouts)], direct) for s in shares]
+    for rank, count in zip(ranks, count_reads(catalog, some_shares, ranks, options, THREADS), strict=True):
+        expected = []
         for share in shares:
             layout = share.layouts[rank][1]
             destination = Destination(share.recipe.target.name, layout.numel, layout.owned, dtype, direct)
-            wanted.append((share.recipe, layout, destination))
-        plan = join(catalog, wanted, options)
+            expected.append((share.recipe, layout, destination))
+        plan = join(catalog, expected, options)
         reads = [*plan.all_reads()]
         scratch = sum(sorted((c.nbytes for c in plan.computations), reverse=True)[:THREADS])
         assert count == Count(plan.read_bytes, len(reads), any(not read.direct for read in reads), scratch)
@@ -88,7 +88,7 @@ def test_counts_equal_the_plans(tmp_path: Path, data: st.DataObject, world: int,
 
 @pytest.mark.parametrize(("gap", "reads"), [(0, 1), (40, 1), (41, 2)])
 def test_a_small_gap_is_read_through_where_a_buffer_takes_it(gap: int, reads: int) -> None:
-    found = [(0, 0, 1000, False, 1), (0, 1000 + gap, 1000, False, 1)]
-    assert len([*find_starts(found, PlanOptions(4096, gap_share=0.04, gap_floor=512))]) == reads
-    direct = [(*segment[:3], True, 1) for segment in found]
+    actual = [(0, 0, 1000, False, 1), (0, 1000 + gap, 1000, False, 1)]
+    assert len([*find_starts(actual, PlanOptions(4096, gap_share=0.04, gap_floor=512))]) == reads
+    direct = [(*segment[:3], True, 1) for segment in actual]
     assert len([*find_starts(direct, PlanOptions(4096))]) == (1 if gap == 0 else 2)

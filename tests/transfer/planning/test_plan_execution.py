@@ -1,4 +1,4 @@
-"""A plan, executed on real files, against the same conversion done eagerly on the same bytes."""
+"""Plans on real files, compared with the same conversion in eager torch."""
 
 from pathlib import Path
 
@@ -16,13 +16,13 @@ def test_what_is_stored_in_one_run_is_read_into_place_once(tmp_path: Path) -> No
     path = tmp_path / "model.safetensors"
     save_file(tensors, path)
     catalog = open_catalog(path)
-    wanted = []
+    expected = []
     for name, tensor in tensors.items():
         symbolic = SymbolicTensor.of(name, tensor.shape, tensor.dtype)
         layout = flat_partition(tensor.shape, 0, 1)
         recipe = Recipe(Target(name, (64,), tensor.dtype), symbolic.pieces)
-        wanted.append((recipe, layout, Destination(name, 64, 64, tensor.dtype, direct=True)))
-    plan = join(catalog, wanted)
+        expected.append((recipe, layout, Destination(name, 64, 64, tensor.dtype, direct=True)))
+    plan = join(catalog, expected)
     assert len(plan.reads) == 1
     assert plan.reads[0].direct
     assert plan.read_bytes == 4 * 64 * 4
