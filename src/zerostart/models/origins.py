@@ -141,7 +141,7 @@ def _prepare_buffers(built: Built, recipes: Recipes) -> dict[str, Recipe]:
     replace_all(model, named, make_real)
     if unknown:
         raise BuildError(
-            f"the values of {len(unknown)} buffers are lost, since the module came built on the meta device: "
+            f"the values of {len(unknown)} buffers are lost, since the module was built on the meta device: "
             f"{', '.join(unknown[:8])}. Pass model= as a class or a callable, so that they can be computed"
         )
     return loaded

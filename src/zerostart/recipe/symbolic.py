@@ -211,7 +211,7 @@ class SymbolicTensor(torch.Tensor):
         """
         if self.memory.exported:
             raise refusal(
-                "a conversion writes weights into a tensor that shares its memory with NumPy; use torch alone"
+                "a conversion writes weights into a tensor that shares its memory with NumPy; use only torch"
             )
         if self.memory.overlaps is not None:
             raise refusal(

@@ -76,9 +76,9 @@ class Diffusers(ModelLibrary):
                 return read_config(Path(path).parent)
         files = " or ".join(f"{one}/{CONFIG_NAME}" if one else CONFIG_NAME for one in folders)
         raise BuildError(
-            f"there is no {CONFIG_NAME} beside the file; by its tensors diffusers takes that of "
+            f"there is no {CONFIG_NAME} next to the file; by its tensors diffusers takes that of "
             f"{repository}, which is not in the local cache. Download it (hf download {repository} {files}), "
-            "put the one of your model beside the file, or pass model=lambda: Class(...)"
+            "put the one of your model next to the file, or pass model=lambda: Class(...)"
         )
 
     def require(self, kind: type[nn.Module] | None, root: str | None) -> None:
@@ -191,7 +191,7 @@ def _construct(kind: type[ModelMixin], root: str | None, config: JsonObject | No
     if config is None:
         raise BuildError(
             f"{root} has no {CONFIG_NAME} to build {kind.__name__} from. Put the configuration of "
-            f"the diffusers model beside the file, or pass model=lambda: {kind.__name__}(...)"
+            f"the diffusers model next to the file, or pass model=lambda: {kind.__name__}(...)"
         )
     _check_described(config, kind, Path(str(root)) / CONFIG_NAME)
     has_file = root is not None and config_path(root) is not None
