@@ -95,7 +95,7 @@ def find_maker(
 
 
 def _list_libraries() -> tuple[ModelLibrary, ...]:
-    return (*_registered.values(), *_load_installed(), *_load_own())
+    return (*_registered.values(), *_installed(), *_load_own())
 
 
 @functools.cache
@@ -104,7 +104,7 @@ def _load_own() -> tuple[ModelLibrary, ...]:
 
 
 @functools.cache
-def _load_installed() -> tuple[ModelLibrary, ...]:
+def _installed() -> tuple[ModelLibrary, ...]:
     return tuple(map(_instantiate, entry_points(group=GROUP)))
 
 
