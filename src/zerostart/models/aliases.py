@@ -25,7 +25,7 @@ from zerostart.models.operator_log import storage_key
 
 @dataclass(frozen=True)
 class Slot:
-    """A place in a model that holds a tensor, outside or inside the registry.
+    """A place of a tensor in a model.
 
     ``path`` is its Python expression, ``hidden`` says that it is inside an unregistered module. ``get`` looks
     it up again each time, so containers may be replaced by others of the same form.
@@ -37,7 +37,7 @@ class Slot:
     hidden: bool = False
 
     def within(self, suffix: str, get: Callable[[Any], object], assign: Callable[[Any, Any], None]) -> Slot:
-        """Return a place inside the object here, which ``get`` and ``assign`` receive."""
+        """Return a place inside the object that is here."""
         return Slot(
             self.path + suffix, lambda: get(self.get()), lambda new: assign(self.get(), new), self.hidden
         )
@@ -57,7 +57,7 @@ def tensor_slot(module: nn.Module, leaf: str, path: str) -> Slot:
 
 
 def find_tensor_slots(model: nn.Module) -> Iterator[Slot]:
-    """Yield every place with an unregistered tensor, in the order of the modules."""
+    """Yield places with unregistered tensors, in the order of the modules."""
     # Registered modules come from ``named_modules``; skip them inside attributes.
     own = {id(module) for module in model.modules()}
     visited: dict[int, object] = {}
@@ -90,12 +90,11 @@ def _holds_nothing(value: object) -> bool:
 
 
 def _module_slot(module: nn.Module, path: str) -> Slot:
-    """Return the place of a registered module, which is never set."""
     return Slot(path, lambda: module, lambda _: None)
 
 
 def _find_inside(slot: Slot, value: object, but: frozenset[str] = frozenset()) -> Iterator[Slot]:
-    """Yield the places inside ``value`` in ``slot``, without the attributes ``but``."""
+    """Yield places inside ``value``, without the attributes ``but``."""
     if isinstance(value, weakref.ref):
         if value() is not None:
             yield slot.within("()", lambda container: container(), functools.partial(_set_reference, slot))
@@ -145,7 +144,7 @@ def _set_reference(slot: Slot, reference: Any, new: object) -> None:
 
 @dataclass(frozen=True)
 class Alias:
-    """An unregistered place with a parameter or buffer, or its data if ``detached``."""
+    """An unregistered reference to a parameter or buffer, or to its ``detached`` data."""
 
     slot: Slot
     name: str
@@ -158,7 +157,7 @@ class Alias:
 
 @dataclass(frozen=True)
 class _View:
-    """A place that holds a view of a tensor in another place."""
+    """A place with a view of a tensor elsewhere."""
 
     slot: Slot
     #: Name of the buffer here; None for an attribute.
@@ -179,7 +178,7 @@ class _View:
 
 @dataclass(frozen=True)
 class Aliases:
-    """Unregistered references to parameters and buffers, and views that share a buffer's memory."""
+    """Unregistered references to tensors, and views of buffers."""
 
     entries: tuple[Alias, ...]
     views: tuple[_View, ...]
@@ -261,7 +260,7 @@ def _iter_registered(model: nn.Module) -> Iterator[tuple[Slot, torch.Tensor]]:
 
 
 def _memory_key(tensor: torch.Tensor) -> int | None:
-    """Return the identity of a tensor's memory; None for memory that cannot be shared."""
+    """Return the identity of shareable memory, or None."""
     if (
         tensor.layout != torch.strided
         or not tensor.numel()
@@ -300,7 +299,7 @@ def _find_spectral_weights(model: nn.Module) -> set[str]:
 
 
 def _find_views(places: list[tuple[Slot, str | None, torch.Tensor]]) -> Iterator[_View]:
-    """Yield views of a buffer or an attribute. Raises BuildError for a partial overlap."""
+    """Yield views of buffers and attributes. Raises BuildError for partial overlaps."""
     by_memory: dict[int, list[tuple[Slot, str | None, torch.Tensor]]] = {}
     for entry in places:
         memory = _memory_key(entry[2])
@@ -339,7 +338,7 @@ def _byte_range(tensor: torch.Tensor) -> tuple[int, int, int]:
 
 
 def find_owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """Return the module that holds the tensor ``name``, and the name in that module."""
+    """Return the module with the tensor ``name``, and its name there."""
     path, _, leaf = name.rpartition(".")
     return (model.get_submodule(path) if path else model), leaf
 
@@ -363,7 +362,7 @@ def replace_all(
     named: Iterable[tuple[str, torch.Tensor]],
     make: Callable[[str, torch.Tensor], torch.Tensor],
 ) -> None:
-    """Replace each tensor, under all its names, by the result of ``make``."""
+    """Replace tensors, under all their names, by results of ``make``."""
     replacements: dict[int, torch.Tensor] = {}
     for name, tensor in list(named):
         if id(tensor) not in replacements:
@@ -372,7 +371,7 @@ def replace_all(
 
 
 def state_names(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """Yield ``(name, tensor, is a buffer)`` of the state dict, in its order."""
+    """Yield ``(name, tensor, is a buffer)`` in the order of the state dict."""
     for prefix, module in model.named_modules():
         start = f"{prefix}." if prefix else ""
         for leaf, parameter in module._parameters.items():
@@ -384,7 +383,7 @@ def state_names(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
 
 
 def recast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a meta tensor in another dtype; a parameter keeps its attributes."""
+    """Return a meta tensor in ``dtype``; parameters keep their attributes."""
     cast = torch.empty(tensor.shape, dtype=dtype, device="meta")
     if not isinstance(tensor, nn.Parameter):
         return cast

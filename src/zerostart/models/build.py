@@ -39,7 +39,7 @@ ModelLike = nn.Module | type[nn.Module] | Callable[[], nn.Module] | Built | None
 
 
 def from_config(model: ModelLike) -> bool:
-    """Return True if ``model`` is built from the configuration next to the weights."""
+    """Return True if the configuration next to the weights is needed."""
     return model is None or (isinstance(model, type) and library_of(model).from_config)
 
 
@@ -65,7 +65,7 @@ def build(
     trusted: bool = False,
     shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Built:
-    """Build ``model``, by default the class that the configuration in ``root`` names.
+    """Build ``model``, by default the class in ``root``'s configuration.
 
     ``stored`` is the dtype of the first floating tensor, ``main`` the dtype of most elements; ``trusted`` and
     ``shapes`` are as in ``Stored``. A model that is already ``Built`` is returned. Raises BuildError or
@@ -102,7 +102,6 @@ def _find_library(stored: Stored) -> ModelLibrary:
 
 
 def _build_by_call(make: type[nn.Module] | Callable[[], nn.Module], stored: Stored) -> Built:
-    """Build a model from a class without configuration, or from a callable."""
     if not callable(make):
         raise ConfigError(
             f"model={make!r} is a {type(make).__name__}; pass a class, a callable that builds the model, or "
@@ -152,7 +151,7 @@ def _run_constructor(
 
 @contextlib.contextmanager
 def explain_errors(name: str) -> Iterator[None]:
-    """Explain an error of a constructor that needs data. Raises BuildError."""
+    """Explain errors of constructors that need data. Raises BuildError."""
     try:
         yield
     except (BuildError, ConfigError):
@@ -196,7 +195,7 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
 def let_cast(
     built: Built, computing: torch.dtype, masters: bool, note: Callable[[nn.Parameter, torch.dtype], None]
 ) -> None:
-    """Report parameters that an engine may cast to ``computing``, through ``note``.
+    """Report, through ``note``, parameters that an engine may cast to ``computing``.
 
     Parameters that the constructor made in another dtype, or that the model keeps in another, are excluded.
     With ``masters``, parameters in ``computing`` become fp32 masters.
@@ -221,17 +220,18 @@ def let_cast(
 
 
 def import_model(model: object) -> None:
-    """Import the libraries that building ``model`` needs, if known. Raises as ``build_fresh`` does."""
+    """Import libraries for building ``model``. Raises as ``build_fresh`` does."""
     if not isinstance(model, (nn.Module, Built)):
         find_maker(model, None)
 
 
 def build_fresh(model: object, requested: torch.dtype | None, dtype: torch.dtype | None) -> Built:
-    """Build a model that initialises itself, from a configuration, class, callable or meta module.
+    """Build a model that initialises itself.
 
-    ``requested`` is torch's default dtype during construction; None for the configuration's or present one.
-    ``dtype`` is the final dtype of the model; None leaves tensors as built. A model that is already ``Built``
-    is returned. Raises BuildError or ConfigError.
+    ``model`` is a configuration, class, callable or meta module. ``requested`` is torch's default dtype
+    during construction; None for the configuration's or present one. ``dtype`` is the final dtype of the
+    model; None leaves tensors as built. A model that is already ``Built`` is returned. Raises BuildError or
+    ConfigError.
     """
     if isinstance(model, Built):
         return model
@@ -255,7 +255,7 @@ def build_fresh(model: object, requested: torch.dtype | None, dtype: torch.dtype
 
 
 def fresh_origins(built: Built, aliases: Aliases) -> Origins:
-    """Return programs for parameters and random buffers; other buffers are computed.
+    """Return programs for parameters and random buffers; compute other buffers.
 
     Raises BuildError, with names, for tensors without a value.
     """
@@ -293,7 +293,7 @@ def _refuse_draws(built: Built) -> Callable[[str, torch.Tensor], None]:
 
 
 def has_values(model: object) -> bool:
-    """Return True for a module with real parameters, or without any, with real buffers."""
+    """Return True if the module's parameters, or else buffers, are real."""
     if not isinstance(model, nn.Module):
         return False
     tensors: list[torch.Tensor] = [*model.parameters()] or [*model.buffers()]
@@ -301,7 +301,7 @@ def has_values(model: object) -> bool:
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """Yield ``(name, tensor, is a buffer)`` of every parameter and buffer once."""
+    """Yield ``(name, tensor, is a buffer)`` of each tensor once."""
     for name, parameter in model.named_parameters():
         yield name, parameter, False
     for name, buffer in model.named_buffers():
@@ -309,7 +309,7 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
 
 
 def move_to_meta(model: nn.Module) -> Callable[[], None]:
-    """Replace parameters by meta tensors; return a function that restores them."""
+    """Replace parameters by meta tensors; return an undo function."""
     old = dict(model.named_parameters(remove_duplicate=False))
     replace_all(model, old.items(), lambda _, parameter: recast(parameter, parameter.dtype))
 
@@ -321,7 +321,7 @@ def move_to_meta(model: nn.Module) -> Callable[[], None]:
 
 
 def existing_recipes(built: Built, catalog: Catalog) -> Recipes:
-    """Return recipes that copy each parameter and buffer once, cast to the model's dtype."""
+    """Return recipes that copy each tensor in the model's dtype."""
     plan = [] if built.dtype is None else built.library.dtype_plan(built.model, built.dtype)
     targets = {}
     for name, tensor, buffer in named_tensors(built.model):
@@ -332,7 +332,7 @@ def existing_recipes(built: Built, catalog: Catalog) -> Recipes:
 
 
 def existing_origins(built: Built, recipes: Recipes) -> Origins:
-    """Return the origins of a model that has all its values."""
+    """Return the origins of a model with values."""
     keep_dtypes(built.model, recipes)
     found, model = recipes.by_name, built.model
     buffers = {name: found[name] for name, _ in model.named_buffers()}

@@ -80,7 +80,7 @@ class Program:
         return self.steps is None
 
     def fill(self, layout: Layout, storage: torch.Tensor, states: States | None = None) -> None:
-        """Write this rank's share into ``storage`` (1-D), and zero its padding.
+        """Write this rank's share into 1-D ``storage``, and zero its padding.
 
         ``states`` of the generator before each of ``draws``; None if it is in the state of the first one.
         """
@@ -91,7 +91,7 @@ class Program:
             _copy_owned(values, start, layout, storage)
 
     def _make_chunks(self, states: States | None) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield runs of the row-major order as ``(first element, values on the CPU)``."""
+        """Yield row-major runs as ``(first element, values on the CPU)``."""
         if self.steps is None or states is not None:
             # All calls that lead to it; with states, each draw starts as in the unsharded model.
             (value,) = self.log.values([self.as_built], torch.device("cpu"), states)
@@ -110,7 +110,7 @@ class Program:
 
 
 def fill_missing(missing: Sequence[tuple[Program, Layout, torch.Tensor]], start: int | None) -> None:
-    """Run the programs for this rank's shares, in the order of the initialiser's draws.
+    """Run programs for this rank's shares, in the initialiser's order.
 
     ``start`` is the initialiser's first call in the log, None without an initialiser. All its draws are made,
     also those for other tensors, since they move the generator. Draws of constructors happen on meta and do
@@ -169,7 +169,7 @@ def _record_state(log: OperatorLog, at: int, states: dict[int, torch.Tensor]) ->
 
 
 def find_program(meta: torch.Tensor, log: OperatorLog) -> Program | None:
-    """Return the program of a meta tensor; None if no call gave it values."""
+    """Return a meta tensor's program; None without a value."""
     steps: list[tuple[int, Op]] = []
     chunked = True
     for at, op in log.writers(meta):
@@ -228,7 +228,6 @@ def _is_elementwise(op: Op, meta: torch.Tensor) -> bool:
 
 
 def _apply(op: Op, chunk: torch.Tensor, start: int) -> None:
-    """Run one call on the elements ``[start, start + len(chunk))``."""
     if op.func in _FACTORIES:
         _FACTORIES[op.func](chunk)
         return
@@ -246,7 +245,7 @@ def _apply(op: Op, chunk: torch.Tensor, start: int) -> None:
 
 
 def _copy_owned(values: torch.Tensor, start: int, layout: Layout, storage: torch.Tensor) -> None:
-    """Copy the part of a run from element ``start`` that ``layout`` owns."""
+    """Copy the part of a run that ``layout`` owns."""
     for first, count, to in layout.runs():
         low, high = max(first, start), min(first + count, start + values.numel())
         if low < high:

@@ -61,7 +61,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class Stored:
-    """Facts about a checkpoint, and requests of the caller, for building its model."""
+    """Facts about a checkpoint and the caller's requests."""
 
     #: Directory of its configuration; None without one.
     root: str | None
@@ -79,9 +79,10 @@ class Stored:
 
 @dataclass(frozen=True)
 class Construction:
-    """Construction of a model: ``make()``, with ``building`` as torch's default dtype.
+    """Construction of a model by ``make()``.
 
-    ``dtype`` is as in ``Built``; ``name`` of the class is for messages.
+    ``building`` is torch's default dtype meanwhile; ``dtype`` is as in ``Built``; ``name`` of the class is
+    for messages.
     """
 
     name: str
@@ -92,7 +93,7 @@ class Construction:
 
 @dataclass(frozen=True)
 class Built:
-    """A model on meta, the log of its construction, and its library."""
+    """A model on meta, its construction log and its library."""
 
     model: nn.Module
     log: OperatorLog
@@ -106,7 +107,7 @@ class Built:
 
     @one_thread()
     def recipes(self, catalog: Catalog, targets: Mapping[str, Target], converter: object = None) -> Recipes:
-        """Return the recipes, with bits that do not depend on the number of threads."""
+        """Return recipes that do not depend on the number of threads."""
         return self.library.recipes(self, catalog, targets, converter)
 
 
@@ -128,16 +129,16 @@ class ModelLibrary(ABC):
 
     @abstractmethod
     def handles(self, kind: type) -> bool:
-        """Return True for a class of this library, without importing the library."""
+        """Return True for the library's classes, without importing it."""
 
     def describes(self, root: str | None) -> bool:
-        """Return True if the configuration in ``root`` carries a mark of this library."""
+        """Return True if the configuration in ``root`` is the library's."""
         return False
 
     def configuration_of(
         self, shapes: Mapping[str, tuple[int, ...]], kind: type[nn.Module] | None = None
     ) -> JsonObject | None:
-        """Recognise a checkpoint without configuration by its tensors; return the configuration or None.
+        """Return the configuration of tensors that the library recognises, or None.
 
         ``kind`` is the class that the caller wants. Raises BuildError if the tensors are known, but their
         configuration is not available.
@@ -145,13 +146,16 @@ class ModelLibrary(ABC):
         return None
 
     def require(self, kind: type[nn.Module] | None, root: str | None) -> None:
-        """Import the code for ``kind``, by default for the class that ``root`` names.
+        """Import the code for ``kind``, by default ``root``'s class.
 
         Raises BuildError or UnsupportedVersionError.
         """
 
     def construction(self, kind: type[nn.Module] | None, stored: Stored) -> Construction:
-        """Describe how to build ``kind``, by default the class of ``stored.root``. Raises BuildError."""
+        """Describe how to build ``kind``, by default ``stored.root``'s class.
+
+        Raises BuildError.
+        """
         raise BuildError(
             f"{self.name} does not build models from a configuration; pass model= with a callable "
             "that builds it"
@@ -160,18 +164,18 @@ class ModelLibrary(ABC):
     def of_configuration(
         self, config: object, dtype: torch.dtype | None
     ) -> tuple[Callable[[], nn.Module], torch.dtype | None] | None:
-        """Return a builder of a model from ``config``, and the dtype that it names.
+        """Return a builder for ``config``, and the dtype in it.
 
         None if ``config`` belongs to another library. Raises BuildError if it names no class.
         """
         return None
 
     def whole_dtype(self, model: nn.Module, stored: Stored, is_module: bool) -> torch.dtype | None:
-        """Return ``Built.dtype`` of a model from a callable, or from the caller if ``is_module``."""
+        """Return ``Built.dtype`` for a callable's model, or the caller's module."""
         return stored.asked
 
     def dtype_plan(self, model: nn.Module, dtype: torch.dtype) -> list[tuple[re.Pattern[str], torch.dtype]]:
-        """Return patterns of parameters that keep another dtype than ``dtype``, and that dtype."""
+        """Return patterns of parameters in other dtypes, and these dtypes."""
         return []
 
     def expectations(self, built: Built) -> dict[str, Target]:
@@ -189,16 +193,17 @@ class ModelLibrary(ABC):
     keeps_views: ClassVar[bool] = False
 
     def converter(self, model: nn.Module) -> Converter | None:
-        """Return the converter from the checkpoint's state dict to the model's, or None.
+        """Return the converter from checkpoint to model, or None.
 
-        It runs on symbolic tensors, and may only move elements or compute with torch's operators.
+        It maps state dicts, runs on symbolic tensors, and may only move elements or compute with torch's
+        operators.
         """
         return None
 
     def recipes(
         self, built: Built, catalog: Catalog, targets: Mapping[str, Target], converter: object = None
     ) -> Recipes:
-        """Return the recipes of the covered targets, and the names left over.
+        """Return the recipes of covered targets, and the names left over.
 
         ``converter`` is the caller's, None for the library's own. Raises ConversionError for a converter that
         fails, is random, or depends on values of weights.
@@ -209,14 +214,11 @@ class ModelLibrary(ABC):
         return match_names(run_converter(converter, make_symbols(catalog)), targets)
 
     def revert(self, model: nn.Module, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return a state dict with the checkpoint's names and shapes; meta tensors are allowed."""
+        """Return a state dict in the checkpoint's layout; meta tensors included."""
         return dict(state_dict)
 
     def quantizer(self, model: nn.Module, root: str | None, dtype: torch.dtype | None) -> object:
-        """Return a dequantiser for the weights in ``root``, if they need one.
-
-        It also prepares the model.
-        """
+        """Prepare the model, and return a dequantiser if needed."""
         return None
 
     def quantisation(self, quantizer: object) -> str:
@@ -226,18 +228,18 @@ class ModelLibrary(ABC):
     # Ties, initial values and marks of a load, which no checkpoint contains.
 
     def ties(self, model: nn.Module) -> dict[str, str]:
-        """Return tied state-dict names, each with the name that it is tied to."""
+        """Return tied names, each with the name it is tied to."""
         return {}
 
     def tie(self, model: nn.Module, missing: set[str]) -> None:
-        """Tie the names of ``ties``; of a pair, the present name keeps its tensor."""
+        """Tie names; of a pair, the present name keeps its tensor."""
         for name, source in self.ties(model).items():
             kept, other = (name, source) if source in missing and name not in missing else (source, name)
             owner, leaf = find_owner(model, kept)
             replace_tensor(model, other, owner.get_parameter(leaf))
 
     def untie(self, model: nn.Module, name: str, source: str) -> None:
-        """Give ``name`` its own parameter: the checkpoint has different tensors for both names."""
+        """Separate ``name`` and ``source``, which differ in the checkpoint."""
         (owner, leaf), (other, other_leaf) = find_owner(model, name), find_owner(model, source)
         parameter = owner._parameters.get(leaf)
         if parameter is not None and parameter is other._parameters.get(other_leaf):
@@ -250,14 +252,14 @@ class ModelLibrary(ABC):
         return coverage.missing
 
     def ignorable(self, model: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return patterns (regular expressions, searched) of ignorable missing and unexpected names."""
+        """Return patterns of ignorable missing and unexpected names (searched)."""
         return (), ()
 
     def mark_loaded(self, tensor: torch.Tensor) -> None:
         """Let the model's initialiser skip ``tensor``."""
 
     def initialiser(self, model: nn.Module) -> Callable[[], None] | None:
-        """Return the initialiser of the whole model, as in the library's own loading.
+        """Return the initialiser of the whole model.
 
         It runs on meta, and its calls are logged. Without one, a missing parameter gets the value of its
         constructor.
@@ -265,13 +267,13 @@ class ModelLibrary(ABC):
         return None
 
     def finish(self, built: Built, recipes: Recipes, name: str | None, catalog: Catalog) -> None:
-        """Leave the attributes on the loaded model that later calls of the library read.
+        """Set attributes that later calls of the library read.
 
         ``name`` of the source is None for tensors in memory.
         """
 
     def own_loading(self, kind: type[nn.Module]) -> OwnLoading | None:
-        """Return the library's own unsharded loading of ``kind``; None if it has none.
+        """Return the library's own unsharded loading, or None.
 
         Loads are compared with it.
         """
@@ -280,18 +282,18 @@ class ModelLibrary(ABC):
     # Running models of the library, whole or in shards.
 
     def entries(self, model: nn.Module) -> tuple[str, ...]:
-        """Return the methods, other than forward, by which users run ``model``."""
+        """Return methods other than forward by which users run ``model``."""
         return tuple(name for name in ENTRIES if callable(getattr(type(model), name, None)))
 
     def keep_outputs(self, model: nn.Module) -> None:
-        """Keep the outputs of ``model`` although an engine may have changed its class."""
+        """Keep outputs although an engine may have changed the class."""
 
     def by_parts(self, model: nn.Module) -> bool:
-        """Return True if users call the modules in ``model`` instead of its forward."""
+        """Return True if users call modules instead of the forward."""
         return False
 
     def parallel_rules(self, model: nn.Module, axis: str) -> dict[str, str]:
-        """Return the expert (``"ep"``) or tensor (``"tp"``) parallel plan that the model declares.
+        """Return the expert (``"ep"``) or tensor (``"tp"``) plan of the model.
 
         It maps names of modules or parameters (``*``: a layer) to transformers' styles.
         """
@@ -311,7 +313,7 @@ class ModelLibrary(ABC):
         return ()
 
     def save_settings(self, model: nn.Module, directory: Path, dtype: torch.dtype | None) -> bool:
-        """Write the configuration of ``model`` into ``directory``; return False if it has none.
+        """Write the model's configuration; return False if it has none.
 
         ``dtype`` of the saved weights, None for the present one. The model's settings do not change. Raises
         OSError.
@@ -322,7 +324,7 @@ class ModelLibrary(ABC):
 def choose_converter(
     model: nn.Module, converter: object, own: Callable[[nn.Module], Converter | None]
 ) -> Converter | None:
-    """Return the caller's converter, or else the library's own for the model.
+    """Return the caller's converter, or else the library's.
 
     Raises ConversionError for a list of conversions, which only models of transformers have.
     """

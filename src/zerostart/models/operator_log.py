@@ -58,7 +58,7 @@ class Op:
 
     @property
     def overwritten(self) -> int | None:
-        """Key of the storage that the call overwrites completely; None if there is none."""
+        """Key of the storage that the call overwrites, or None."""
         if not (self.opaque or self.func in _OVERWRITING):
             return None
         target: torch.Tensor = self.args[0]
@@ -95,7 +95,6 @@ _OVERWRITING = {
 
 @functools.cache
 def _written_arguments(func: OpOverload) -> tuple[int, ...]:
-    """Return positions of the arguments that an operator writes into."""
     return tuple(
         place
         for place, argument in enumerate(func._schema.arguments)
@@ -134,7 +133,7 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 
 class _PythonVisibility(TorchFunctionMode):
-    """A mode that makes Python code above the operators visible to the log.
+    """A mode that makes Python code visible to the log.
 
     ``torch.tensor([...])`` keeps its numbers: it is made on the CPU and then moved. Tensors deny being on
     meta, since parts of ``torch.nn.init`` do nothing there.
@@ -155,7 +154,7 @@ class _PythonVisibility(TorchFunctionMode):
 
 
 class OperatorLog(TorchDispatchMode):
-    """A context that logs operators on meta tensors; it may be entered several times."""
+    """A reentrant context that logs operators on meta tensors."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -186,7 +185,6 @@ class OperatorLog(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: OpOverload, types: object, args: Arguments = (), kwargs: Keywords | None = None
     ) -> object:
-        """Run an operator; log it if it makes or changes a meta tensor."""
         kwargs = kwargs or {}
         if self._asks_values(func, args, kwargs):
             with torch._C.DisableTorchFunction():
@@ -208,7 +206,7 @@ class OperatorLog(TorchDispatchMode):
         return result
 
     def _asks_values(self, func: OpOverload, args: Arguments, kwargs: Keywords) -> bool:
-        """Return True for a request for values that no random call leads to."""
+        """Return True for requests for values without random calls."""
         to_host = func is aten._to_copy.default and kwargs.get("device") == torch.device("cpu")
         asks = to_host or func is aten._local_scalar_dense.default
         return asks and _is_meta(args[0]) and not self.draws(args[0])
@@ -219,7 +217,7 @@ class OperatorLog(TorchDispatchMode):
         device: torch.device,
         states: Mapping[int, torch.Tensor] | None = None,
     ) -> list[torch.Tensor]:
-        """Compute the values of meta tensors by running the calls that lead to them.
+        """Compute meta tensors by running the calls that lead there.
 
         ``states`` of torch's generator by position of the call. Raises BuildError for a tensor that no logged
         call makes.
@@ -234,7 +232,7 @@ class OperatorLog(TorchDispatchMode):
         return [replay.real(t) for t in tensors]
 
     def draws(self, tensor: torch.Tensor) -> list[int]:
-        """Return positions of the random calls that lead to a meta tensor."""
+        """Return positions of random calls that lead to a tensor."""
         return [at for at, op in self._find_calls([tensor])[0] if op.random]
 
     def _find_calls(self, tensors: Sequence[torch.Tensor]) -> tuple[list[tuple[int, Op]], dict[int, int]]:
@@ -259,7 +257,7 @@ class OperatorLog(TorchDispatchMode):
         return steps, settled
 
     def writers(self, tensor: torch.Tensor) -> Iterator[tuple[int, Op]]:
-        """Return the calls that wrote the storage of ``tensor``, with positions in the log."""
+        """Return the calls that wrote a tensor's storage, with positions."""
         key = storage_key(tensor)
         return ((at, op) for at, op in enumerate(self.ops) if any(storage_key(t) == key for t in op.writes))
 

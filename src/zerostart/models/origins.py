@@ -47,7 +47,7 @@ class Origins:
 
 
 def tie_names(built: Built, recipes: Recipes, equal: Equal) -> Coverage:
-    """Tie the model's names, and return what the checkpoint lacks after that.
+    """Tie the model's names, and return what is still missing.
 
     As in transformers, the name in the checkpoint keeps its tensor. If both names are there, they are tied
     only if their tensors are equal. Recipes that a tie makes superfluous are dropped.
@@ -110,7 +110,7 @@ def resolve_origins(built: Built, recipes: Recipes, aliases: Aliases) -> Origins
 
 
 def keep_dtypes(model: nn.Module, recipes: Recipes) -> None:
-    """Give loaded parameters the dtypes of their recipes; missing ones do not change."""
+    """Give loaded parameters the dtypes of their recipes."""
     candidates = [(t, recipes.by_name.get(n)) for n, t, buffer in state_names(model) if not buffer]
     dtypes = {id(t): recipe.target.dtype for t, recipe in reversed(candidates) if recipe is not None}
     named = model.named_parameters(remove_duplicate=False)
@@ -119,9 +119,9 @@ def keep_dtypes(model: nn.Module, recipes: Recipes) -> None:
 
 
 def _prepare_buffers(built: Built, recipes: Recipes) -> dict[str, Recipe]:
-    """Take buffers off meta, with the constructor's values unless the checkpoint fills them.
+    """Take buffers off meta; return the recipes of filled ones.
 
-    Returns the recipes of filled buffers by first name. A buffer with several names is filled if the
+    Buffers without recipe get the constructor's values. A buffer with several names is filled if the
     checkpoint has any of them.
     """
     model = built.model
@@ -150,7 +150,7 @@ def _prepare_buffers(built: Built, recipes: Recipes) -> dict[str, Recipe]:
 def make_buffer(
     built: Built, name: str, buffer: torch.Tensor, filled: bool, unknown: list[str]
 ) -> torch.Tensor:
-    """Return a buffer off meta, with its value unless it is ``filled`` later."""
+    """Return a real buffer; ``filled`` ones have no values yet."""
     if buffer.device.type != "meta":
         return buffer
     if not filled and any(built.log.writers(buffer)):

@@ -27,7 +27,7 @@ _registered: dict[str, ModelLibrary] = {}
 
 
 def register_model_library(kind: type[ModelLibrary]) -> type[ModelLibrary]:
-    """Register a library, to be asked before zerostart's own; also a decorator.
+    """Register a library before zerostart's own; also a decorator.
 
     Raises ConfigError for a name that another library has.
     """
@@ -43,7 +43,7 @@ def register_model_library(kind: type[ModelLibrary]) -> type[ModelLibrary]:
 
 
 def model_library_names() -> list[str]:
-    """Return the names of all libraries, in the order of search."""
+    """Return the libraries' names, in the order of search."""
     return [library.name for library in _list_libraries()]
 
 
@@ -71,14 +71,14 @@ def recognise_tensors(
 
 
 def library_in(root: str | None) -> ModelLibrary:
-    """Return the library of the configuration in ``root``. Raises as ``library_of`` does."""
+    """Return the library of a configuration. Raises as ``library_of`` does."""
     return next(library for library in _list_libraries() if library.describes(root))
 
 
 def find_maker(
     model: object, dtype: torch.dtype | None
 ) -> tuple[Callable[[], nn.Module], torch.dtype | None]:
-    """Return a builder for a configuration, and the dtype that it names.
+    """Return a builder for a configuration, and its dtype.
 
     Classes and callables are returned unchanged. Raises ConfigError for anything else, and as ``library_of``
     does.

@@ -61,7 +61,7 @@ _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "multi_query_group_num", "nu
 
 
 def tiny(config: JsonObject) -> JsonObject:
-    """Shrink a configuration, with nested ones, to a few hundred thousand parameters.
+    """Shrink a configuration to a few hundred thousand parameters.
 
     2 layers, hidden size 64, 4 heads of 16 (2 for grouped keys and values), 8 experts with 2 active, and a
     vocabulary of 257.
@@ -79,7 +79,6 @@ def tiny(config: JsonObject) -> JsonObject:
 
 
 def _shrink_attention(config: JsonObject, result: JsonObject) -> None:
-    """Set sizes of heads that depend on other sizes."""
     grouped = _first_of(config, _KV_HEADS)
     heads = _first_of(config, ("num_attention_heads", "n_head", "num_heads"))
     for key in _KV_HEADS:
@@ -158,7 +157,7 @@ def _clip_token_ids(config: dict[str, object]) -> None:
 
 
 def _shrink_rotary_sections(config: dict[str, object]) -> None:
-    """Divide half of a head among time, height and width, for multi-axis rotary positions."""
+    """Divide half of a head among time, height and width."""
     head = config.get("head_dim")
     if not _is_size(head):
         head = (_first_of(config, ("hidden_size",)) or 0) // (

@@ -52,7 +52,7 @@ _MAPPINGS = (
 
 @dataclass(frozen=True)
 class Synthesised:
-    """Result of ``synthesise``: ``nbytes`` of tensors, ``dropped`` fields of the configuration."""
+    """Result of ``synthesise``, with bytes of tensors and ``dropped`` fields."""
 
     path: Path
     architecture: str
@@ -72,7 +72,7 @@ def synthesise(
     seed: int = 0,
     max_shard_size: int | str = "5GB",
 ) -> Synthesised:
-    """Write random weights and ``config.json`` of the architecture ``source`` to ``out``.
+    """Write random weights and configuration of an architecture to ``out``.
 
     ``source`` is a configuration file, a directory with ``config.json``, or a transformers model type.
     ``size`` is "tiny", or None for full size. ``sparse`` writes files of full size without data, which take
@@ -116,7 +116,6 @@ def synthesise(
 
 
 def _read_source(source: str | os.PathLike[str]) -> JsonObject:
-    """Return the fields of the configuration that ``source`` names."""
     import transformers
 
     path = Path(source)
@@ -184,7 +183,6 @@ def _find_class(config: PreTrainedConfig) -> type[torch.nn.Module]:
 def _plan_files(
     kind: type[torch.nn.Module], config: object, dtype: torch.dtype, max_shard_size: int | str
 ) -> tuple[SaveLayout, int]:
-    """Return the layout of the files, and the number of elements."""
     for part in list_parts(config):
         part.dtype = dtype
     try:
@@ -255,7 +253,7 @@ class Noise:
         self._normal = torch.from_numpy(normal).mul_(std)
 
     def make_content(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Iterator[memoryview]:
-        """Yield the bytes of the tensor ``name``, in pieces of at most one block.
+        """Yield a tensor's bytes, in pieces of at most one block.
 
         Matrices and larger tensors are normal with deviation ``std``. Biases, integers and truth values are
         zeros; other vectors and scalars are ones.

@@ -83,7 +83,7 @@ def can_hold(wide: torch.dtype, narrow: torch.dtype) -> bool:
 
 
 def main_dtype(entries: Iterable[TensorEntry | Assembled]) -> torch.dtype | None:
-    """Return the floating dtype of most elements; None if no tensor is floating.
+    """Return the floating dtype of most elements, or None.
 
     Raises CheckpointError for a dtype that torch does not have.
     """

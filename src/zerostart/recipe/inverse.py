@@ -25,14 +25,14 @@ MOST_PIECES = 1 << 14
 
 @dataclass(frozen=True)
 class Reversal:
-    """Reversible recipes by target, and the reasons why the others are not reversible."""
+    """Reversible recipes by target, and reasons for the others."""
 
     recipes: Mapping[str, Recipe]
     reasons: Mapping[str, str]
 
 
 def find_reversible(recipes: Mapping[str, Recipe], stored: Mapping[str, TensorEntry]) -> Reversal:
-    """Find the recipes that can be reversed into the tensors ``stored``."""
+    """Find recipes that can be reversed into ``stored``."""
     # A source is complete only if all targets that use it give its elements back.
     plain = {name: _make_row_major(recipe, stored) for name, recipe in recipes.items()}
     reasons: dict[str, str] = {}
@@ -50,7 +50,6 @@ def find_reversible(recipes: Mapping[str, Recipe], stored: Mapping[str, TensorEn
 
 
 def _find_obstacle(group: Mapping[str, Recipe], stored: Mapping[str, TensorEntry]) -> str | None:
-    """Say why a group of recipes is not reversible; None if it is."""
     for name, recipe in group.items():
         if recipe.computed:
             return f"{name} is calculated, and not only moved"
@@ -81,7 +80,6 @@ def _make_row_major(recipe: Recipe, stored: Mapping[str, TensorEntry]) -> Recipe
 def _group_by_source(
     tensors: Mapping[str, tuple[Sequence[int], Sequence[Piece]]],
 ) -> dict[str, list[tuple[str, Copy]]]:
-    """Group the copies that fill ``tensors`` by source, with the tensors' names."""
     copies_by_source: dict[str, list[tuple[str, Copy]]] = {}
     for name, (shape, pieces) in tensors.items():
         box, strides = Box((0,) * len(shape), tuple(shape)), row_major_strides(shape)
@@ -92,7 +90,6 @@ def _group_by_source(
 
 
 def _is_tiled(copies: Sequence[tuple[str, Copy]], numel: int) -> bool:
-    """Return True if the copies use each of ``numel`` elements once."""
     return tiles([(c.start, tuple((n, stride) for n, stride, _ in c.loops)) for _, c in copies], numel)
 
 
@@ -131,7 +128,7 @@ def _invert_group(
 
 
 def _invert_copy(copy: Copy, name: str, numel: int) -> Iterator[Piece]:
-    """Yield the inverse of a copy: pieces of its source out of the tensor ``name``.
+    """Yield the inverse of a copy as pieces of ``name``.
 
     The source is seen as one row. Raises ValueError if that takes more than ``MOST_PIECES``.
     """
@@ -154,7 +151,6 @@ def _invert_copy(copy: Copy, name: str, numel: int) -> Iterator[Piece]:
 
 
 def _group_connected(sources: Mapping[str, Iterable[object]]) -> list[list[str]]:
-    """Group names that share sources, directly or through other names."""
     # Union-find over targets and sources; the first word of a node distinguishes them.
     parent: dict[object, object] = {}
 

@@ -60,7 +60,7 @@ class Memory:
 
     @classmethod
     def filled(cls, like: torch.Tensor, fill: torch.Tensor) -> Memory:
-        """Create the memory of a tensor like ``like`` (on meta), filled with ``fill``.
+        """Create the memory of a constant filled with ``fill``, like ``like`` on meta.
 
         It takes no memory until the elements are read.
         """
@@ -75,7 +75,7 @@ class Memory:
 
     @property
     def real(self) -> torch.Tensor | None:
-        """The tensor with its elements; None if it is no constant."""
+        """The tensor with its elements; None for weights."""
         if self._real is None and self._fill is not None:
             layout = self.layout
             self._real = torch.empty_strided(
@@ -103,7 +103,7 @@ class Memory:
         self.version += 1
 
     def touch(self) -> None:
-        """Note that an operator has changed the elements of a constant."""
+        """Record that an operator changed a constant."""
         self._value = None
         self.version += 1
 
@@ -141,7 +141,7 @@ def is_write(func: OpOverload) -> bool:
 
 @functools.cache
 def is_view(func: OpOverload) -> bool:
-    """Return True if the result of an operator shares the memory of its operand."""
+    """Return True if an operator's result shares its operand's memory."""
     returns = func._schema.returns
     return func in UNSAID_VIEWS or (bool(returns) and returns[0].alias_info is not None)
 
@@ -156,7 +156,7 @@ def iter_tensors(values: Any) -> Iterator[torch.Tensor]:
 
 
 def map_tensors(value: object, change: Callable[[torch.Tensor], object]) -> Any:
-    """Apply ``change`` to tensors, also to those in lists and dictionaries."""
+    """Apply ``change`` to tensors, those in lists and dictionaries included."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, (list, tuple)):
@@ -167,7 +167,7 @@ def map_tensors(value: object, change: Callable[[torch.Tensor], object]) -> Any:
 
 
 def make_symbolic(cls: SymbolClass, real: torch.Tensor) -> Any:
-    """Make a symbolic constant of a tensor; a tensor without elements is returned unchanged."""
+    """Make a symbolic constant; tensors without elements are returned unchanged."""
     if real.device.type == "meta" or real.layout != torch.strided:
         return real
     # Resolve lazy conjugates and negatives: a memory has elements, but no bits for them.
@@ -179,7 +179,7 @@ def make_symbolic(cls: SymbolClass, real: torch.Tensor) -> Any:
 
 
 def get_fill_value(func: OpOverload, args: Sequence[object]) -> Any:
-    """Return the value that a factory fills its result with; None for other operators."""
+    """Return the value that a factory fills in; otherwise None."""
     name = func._schema.name.removeprefix("aten::").removeprefix("new_").removesuffix("_like")
     if name == "full":
         return args[2] if func._schema.name == "aten::new_full" else args[1]
@@ -197,7 +197,7 @@ def are_constant(cls: SymbolClass, tensors: Sequence[object]) -> bool:
 
 
 def run_on_meta(cls: SymbolClass, func: OpOverload, args: Arguments, kwargs: Keywords) -> Any:
-    """Run torch's meta kernel, for shapes, strides, dtypes and errors of wrong ones.
+    """Run torch's meta kernel, for shapes, strides, dtypes and errors.
 
     Raises ConversionError if torch needs values for that.
     """
@@ -233,7 +233,7 @@ def run_on_meta(cls: SymbolClass, func: OpOverload, args: Arguments, kwargs: Key
 
 
 def take_values(cls: SymbolClass, values: object) -> Any:
-    """Replace tensors among arguments by their values, for the handlers of operators."""
+    """Replace tensors among arguments by their values."""
 
     def own(t: torch.Tensor) -> Value:
         if isinstance(t, cls):
@@ -251,7 +251,7 @@ def take_values(cls: SymbolClass, values: object) -> Any:
 
 
 def number_masks(cls: SymbolClass, func: OpOverload, args: Arguments) -> tuple[object, ...]:
-    """Replace constant masks among the indices of an indexing operator by row numbers."""
+    """Replace constant masks among indices by row numbers."""
     if func not in _INDEXED:
         return args
     indices: list[object] = []

@@ -43,7 +43,7 @@ def _clone(t: Value, **_: object) -> Value:
 
 @_handles(aten._to_copy.default)
 def cast(t: Value, dtype: torch.dtype | None = None, **_: object) -> Value:
-    """Cast ``t``: note the new dtype, or compute a first cast that lost precision."""
+    """Note the cast of ``t``, after computing an earlier one that lost digits."""
     if dtype is None or dtype == t.dtype:
         return t
     # The earlier cast has lost digits, so it is computed; only the new one is noted.
@@ -253,7 +253,7 @@ def slice_scatter(
 
 @_handles(aten.select_scatter.default)
 def select_scatter(t: Value, src: Value, dim: int, index: int) -> Value:
-    """Replace row ``index`` along ``dim`` by ``src``. Raises IndexError, as torch does."""
+    """Replace row ``index`` along ``dim`` by ``src``. Raises IndexError."""
     dim = _dim(t, dim)
     index %= t.shape[dim]
     return slice_scatter(t, _unsqueeze(src, dim), dim, index, index + 1)
@@ -299,7 +299,7 @@ def _index(t: Value, indices: Sequence[Value | None]) -> Value:
 
 
 def _get_elements(t: Value) -> torch.Tensor | None:
-    """Return the elements of a constant; None for a tensor of the checkpoint."""
+    """Return the elements of a constant; otherwise None."""
     source = t.pieces[0].source[0] if len(t.pieces) == 1 else None
     if not isinstance(source, Computed) or t.pieces != geometry.whole(source, tuple(t.shape)):
         return None
@@ -308,7 +308,6 @@ def _get_elements(t: Value) -> torch.Tensor | None:
 
 @_handles(aten.index_select.default)
 def _select_rows(t: Value, dim: int, index: Value) -> Value:
-    """Select rows by a constant index, as runs of rows."""
     dim, values = _dim(t, dim), _get_elements(index)
     if values is None:
         return compute_one(aten.index_select.default, t, dim, index)

@@ -30,7 +30,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Sources of the elements of ``target``: pieces that tile its shape.
+    """Sources of the elements of ``target``, as pieces.
 
     ``converted`` is False if the tensor is taken as it is stored.
     """
@@ -54,7 +54,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Recipes:
-    """Recipes by target name, in the order of the state dict, and their coverage.
+    """Recipes by target name, in state-dict order, and their coverage.
 
     ``conversions`` are the library's objects that matched; a save reverses them.
     """
@@ -88,7 +88,7 @@ SHOWN = 8
 
 @dataclass(frozen=True)
 class Coverage:
-    """Names without a counterpart in the checkpoint or in the model."""
+    """Names without a counterpart on the other side."""
 
     #: Names of the model that the checkpoint lacks.
     missing: tuple[str, ...] = ()
@@ -100,7 +100,7 @@ class Coverage:
     ignored: tuple[str, ...] = ()
 
     def ignoring(self, missing: Iterable[str], unexpected: Iterable[str]) -> Coverage:
-        """Ignore names that match patterns of the model (regular expressions, searched)."""
+        """Ignore names that match the model's patterns (regular expressions, searched)."""
         lost, kept_missing = _partition(self.missing, missing)
         extra, kept_unexpected = _partition(self.unexpected, unexpected)
         return Coverage(kept_missing, kept_unexpected, self.mismatched, (*self.ignored, *lost, *extra))
@@ -146,7 +146,6 @@ class Coverage:
 
 
 def _partition(names: Sequence[str], patterns: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Split names into those that match a pattern and the rest."""
     # Compile each one: joining patterns would break flags and references to groups.
     compiled = [re.compile(pattern) for pattern in patterns]
     matched = {name for name in names if any(pattern.search(name) for pattern in compiled)}

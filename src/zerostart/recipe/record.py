@@ -79,7 +79,7 @@ def _make_view(cls: SymbolClass, source: Any, func: OpOverload, more: Arguments,
 
 
 def box_view(whole: Any, layout: StridedLayout) -> Any:
-    """Express the view with ``layout`` by known views; None if it is no box."""
+    """Express a view by known views; None if it is no box."""
     have = whole.layout_in_memory
     if have == layout:
         return whole
@@ -95,7 +95,10 @@ def box_view(whole: Any, layout: StridedLayout) -> Any:
 
 
 def write(cls: SymbolClass, func: OpOverload, args: Arguments, kwargs: Keywords) -> Any:
-    """Follow an operator that writes into tensors. Raises ConversionError if it cannot be followed."""
+    """Follow an operator that writes into tensors.
+
+    Raises ConversionError if it cannot be followed.
+    """
     if func is aten.copy_.default and args[0] is args[1]:
         return args[0]
     if torch.Tag.inplace_view in func.tags:
@@ -166,7 +169,6 @@ def _is_elementwise(functional: OpOverload) -> bool:
 
 
 def _find_targets(func: OpOverload, args: Sequence[object], kwargs: Keywords) -> list[Any]:
-    """Return the tensors that an operator writes into."""
     targets: list[Any] = []
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -182,7 +184,7 @@ def _get_returned(func: OpOverload, written: list[Any]) -> Any:
 
 @functools.cache
 def _find_functional(func: OpOverload) -> Any:
-    """Return the operator without side effects for ``func``; None if torch has none."""
+    """Return the operator without side effects, or None."""
     space, name = func._schema.name.split("::")
     if name.startswith("__i"):
         name = "__" + name.removeprefix("__i")
@@ -200,7 +202,7 @@ def _find_functional(func: OpOverload) -> Any:
 
 
 def _view_in_place(cls: SymbolClass, func: OpOverload, args: Arguments, kwargs: Keywords) -> object:
-    """Follow an operator that replaces the view in a tensor, such as ``t_``."""
+    """Follow an operator that replaces a tensor's view, such as ``t_``."""
     target = args[0]
     if func._schema.name == "aten::set_" and isinstance(args[1], torch.UntypedStorage):
         real = torch.empty(0, dtype=target.dtype, device="cpu")
@@ -220,7 +222,7 @@ def _view_in_place(cls: SymbolClass, func: OpOverload, args: Arguments, kwargs: 
 
 
 def reads_what_it_writes(written: list[Any], arguments: list[object]) -> bool:
-    """Return True if an operator writes elements that it reads from another operand.
+    """Return True if an operator overwrites elements of another operand.
 
     An operand may be the written tensor itself; in lists, the one at the same position.
     """
@@ -248,7 +250,6 @@ def _are_equal_views(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _are_disjoint(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return True if one view ends before the other begins."""
     if not a.numel() or not b.numel():
         return True
     (first, stop), (other, end) = _span(a), _span(b)
@@ -256,7 +257,7 @@ def _are_disjoint(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _span(t: torch.Tensor) -> tuple[int, int]:
-    """Return the first byte of a view, and the byte after its last."""
+    """Return the first byte, and the byte after the last."""
     width, first = t.element_size(), int(t.storage_offset())
     last = first + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
     return first * width, (last + 1) * width
@@ -312,7 +313,6 @@ def _run_factory(
 def _run_on_symbols(
     cls: SymbolClass, func: OpOverload, args: Arguments, kwargs: Keywords, tensors: Sequence[Any]
 ) -> Any:
-    """Run an operator that makes new tensors."""
     if func is aten.is_set_to.default:
         a, b = args
         return a.memory is b.memory and a.layout_in_memory == b.layout_in_memory

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    """A mode in which torch's factories make symbolic constants, which can take weights."""
+    """A mode in which torch's factories make symbolic constants."""
 
     #: True after a call for random numbers.
     draws = False
@@ -33,7 +33,6 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch l
         args: Arguments = (),
         kwargs: Keywords | None = None,
     ) -> Any:
-        """Record one operator."""
         self.draws |= torch.Tag.nondeterministic_seeded in func.tags
         return record(SymbolicTensor, func, args, kwargs or {})
 

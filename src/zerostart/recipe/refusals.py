@@ -27,7 +27,7 @@ _OF_TORCH = (RuntimeError, IndexError, TypeError, ValueError)
 
 
 def refusal(message: str) -> ConversionError:
-    """Return the error for a call that eager torch would accept, and record it.
+    """Return the error for a call that cannot be followed, and record it.
 
     Threads that a converter starts inherit no context, so their refusals count for every running conversion.
     """
@@ -41,7 +41,7 @@ def refusal(message: str) -> ConversionError:
 
 @contextlib.contextmanager
 def raise_refusals() -> Iterator[None]:
-    """Raise a refusal again at the end if the code inside caught it."""
+    """Raise a refusal again at the end if it was caught."""
     refusals: Refusals = []
     token = _REFUSALS.set(refusals)
     with _LOCK:
@@ -82,7 +82,7 @@ def allow_torch_errors() -> Iterator[None]:
 
 
 def refuse_own_errors(function: Callable[P, T]) -> Callable[P, T]:
-    """Turn every error of ``function`` that is not torch's own into a refusal."""
+    """Turn errors of ``function`` that are not torch's into refusals."""
 
     def guarded(*args: P.args, **kwargs: P.kwargs) -> T:
         try:

@@ -24,7 +24,7 @@ _OF_TENSOR = re.compile(r"(.+?)(_scale|_scale_inv|_zero_point|\.absmax|\.quant_m
 
 
 def dequantise_symbols(catalog: Catalog, targets: Collection[str]) -> dict[str, SymbolicTensor]:
-    """Return the checkpoint's tensors, those with a scale multiplied by it.
+    """Return the checkpoint's tensors, multiplied by their scales.
 
     A name in ``targets`` belongs to the model itself. Raises ConversionError for other quantised tensors,
     whose stored numbers are not the weights.
@@ -72,7 +72,7 @@ def _is_scale(name: str, owner: str) -> bool:
 
 
 def _shape_for(weight: SymbolicTensor, scale: SymbolicTensor) -> list[int] | None:
-    """Return the shape in which ``scale`` multiplies ``weight``; None for an unknown layout."""
+    """Return the shape in which ``scale`` multiplies ``weight``, or None."""
     if weight.dtype not in _FLOAT8 or not scale.dtype.is_floating_point:
         return None
     ones = [1] * (weight.dim() - 1)

@@ -18,7 +18,7 @@ from zerostart.recipe.values import Value
 
 
 def make_symbols(catalog: Catalog) -> dict[str, SymbolicTensor]:
-    """Return a symbolic tensor for each tensor of the checkpoint, by name.
+    """Return a symbolic tensor for each checkpoint tensor.
 
     Raises CheckpointError for a dtype that torch does not have.
     """
@@ -49,12 +49,11 @@ def make_symbols(catalog: Catalog) -> dict[str, SymbolicTensor]:
 
 
 def copy_symbols(symbols: Mapping[str, SymbolicTensor]) -> dict[str, SymbolicTensor]:
-    """Copy the tensors with their sharing, for code that may write into them."""
+    """Copy the tensors, with shared memory, for code that writes."""
     return copy.deepcopy(dict(symbols))
 
 
 def _separate_symbol(entry: TensorEntry, overlaps: str | None = None) -> SymbolicTensor:
-    """Make a tensor with memory that no other symbolic tensor shares."""
     pieces = geometry.whole(entry.name, entry.shape, entry.strides)
     value = Value(pieces, entry.shape, torch_dtype(entry.dtype, entry.name))
     memory = Memory.of_value(value, entry.strides, entry.storage_offset)

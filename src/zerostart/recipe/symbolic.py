@@ -81,7 +81,7 @@ def materialise_constants() -> Iterator[None]:
 
 
 def _make_real(tensor: SymbolicTensor) -> None:
-    """Make the object an ordinary tensor; shared memory and attributes are kept."""
+    """Turn the object into an ordinary tensor, with its attributes."""
     real = tensor.elements
     assert real is not None, "a constant has elements"
     # Copy attributes of scripts, but not those of the symbolic tensor.
@@ -102,7 +102,7 @@ def _make_real(tensor: SymbolicTensor) -> None:
 
 
 class SymbolicTensor(torch.Tensor):
-    """A tensor without data whose elements are known by their source addresses.
+    """A tensor without data, with source addresses as elements.
 
     ``steps`` are the views from the contents of ``memory`` to this tensor. The class derives from
     ``torch.Tensor``, since converters ask ``isinstance``.
@@ -120,7 +120,7 @@ class SymbolicTensor(torch.Tensor):
     def __new__(
         cls, memory: Memory, steps: tuple[Step, ...] = (), meta: torch.Tensor | None = None
     ) -> SymbolicTensor:
-        """Create the view ``steps`` of ``memory``; with steps, ``meta`` is its twin on meta."""
+        """Create the view ``steps`` of ``memory``, with its meta twin."""
         # The device is the CPU, so that tensors made "on the device of the weight" have elements.
         if meta is None:
             layout = memory.layout
@@ -141,7 +141,7 @@ class SymbolicTensor(torch.Tensor):
     def of(
         cls, name: str, shape: Sequence[int], dtype: torch.dtype, strides: Sequence[int] | None = None
     ) -> SymbolicTensor:
-        """Create the checkpoint tensor ``name``; ``strides`` in elements, None for row-major."""
+        """Create a checkpoint tensor; ``strides`` in elements, None for row-major."""
         return cls(Memory.of_value(Value(geometry.whole(name, shape, strides), tuple(shape), dtype), strides))
 
     @classmethod
@@ -180,7 +180,7 @@ class SymbolicTensor(torch.Tensor):
 
     @property
     def meta(self) -> torch.Tensor:
-        """A tensor on the meta device with the same shape, strides and bits."""
+        """A meta tensor with the same shape, strides and bits."""
         if self._meta is None:
             layout = self.memory.layout
             with without_dispatch():
@@ -191,7 +191,7 @@ class SymbolicTensor(torch.Tensor):
 
     @property
     def elements(self) -> torch.Tensor | None:
-        """The elements, in the memory's own storage; None unless it is a constant."""
+        """The elements of a constant; None for weights."""
         with without_dispatch():
             base = self.memory.real
             if base is None:
@@ -205,7 +205,7 @@ class SymbolicTensor(torch.Tensor):
 
     @refuse_own_errors
     def write(self, new: Value) -> None:
-        """Replace the elements of the tensor, which all views of its memory then show.
+        """Replace the elements, for all views of the memory.
 
         Raises ConversionError if the write cannot be followed.
         """
@@ -263,11 +263,11 @@ class SymbolicTensor(torch.Tensor):
         return self.elements
 
     def tolist(self) -> Any:
-        """Return the elements of a constant as Python numbers. Raises ConversionError for weights."""
+        """Return a constant as Python numbers. Raises ConversionError for weights."""
         return self._get_elements("tolist").tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Return the elements of a constant as an array that shares its memory.
+        """Return a constant as an array that shares its memory.
 
         Raises ConversionError for weights.
         """
@@ -277,21 +277,19 @@ class SymbolicTensor(torch.Tensor):
         return array
 
     def __array__(self, *args: object, **kwargs: object) -> Any:
-        """Return the elements of a constant as an array. Raises ConversionError for weights."""
+        """Return a constant as an array. Raises ConversionError for weights."""
         elements: Any = self._get_elements("numpy")
         self.memory.exported = True
         return elements.__array__(*args, **kwargs)
 
     def __format__(self, spec: str) -> str:
-        """Format the element of a tensor without dimensions; describe other tensors."""
         return format(self.item(), spec) if self.dim() == 0 else repr(self)
 
     def __copy__(self) -> Any:
-        """Return a tensor that shares the memory."""
         return self.detach()
 
     def __deepcopy__(self, memo: dict[int, object]) -> Any:
-        """Copy the tensor; copies of tensors that share memory share it too."""
+        """Copy the tensor, with memory that other copies share."""
         if id(self) not in memo:
             # Look up the memory, not the tensor: views of one memory share one copy.
             twin: Any = memo.get(id(self.memory))
@@ -328,12 +326,11 @@ class SymbolicTensor(torch.Tensor):
         args: Arguments = (),
         kwargs: Keywords | None = None,
     ) -> object:
-        """Record the effect of ``func`` on indices, or that it computes."""
         return record(cls, func, args, kwargs or {})
 
 
 def snapshot(tensor: torch.Tensor) -> SymbolicTensor:
-    """Return a result of a converter with memory that nothing else shares, constants included."""
+    """Return a converter's result, constants included, in separate memory."""
     if isinstance(tensor, SymbolicTensor):
         return SymbolicTensor(Memory.of_value(tensor.value))
     return SymbolicTensor(Memory.of_value(make_constant(tensor.detach().cpu().clone())))

@@ -63,7 +63,6 @@ def run_converter(
 
 
 def _describe_line(error: Exception) -> str:
-    """Say which line of the converter ran last."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = [at for at, frame in enumerate(frames) if frame.filename == __file__]
     called = frames[ours[-1] + 1 :] if ours else []
@@ -71,7 +70,6 @@ def _describe_line(error: Exception) -> str:
 
 
 def _suggest_name(error: Exception, names: Mapping[str, object]) -> str:
-    """Suggest a name of the checkpoint for a missing key."""
     if not isinstance(error, KeyError) or not error.args or not isinstance(error.args[0], str):
         return ""
     close = get_close_matches(error.args[0], list(names)[:5000], n=1, cutoff=0.6)
@@ -97,16 +95,16 @@ def match_names(
     ignored: tuple[str, ...] = (),
     dropped: tuple[str, ...] = (),
 ) -> Recipes:
-    """Make recipes of a state dict with the model's names; ``dropped`` names are unexpected.
+    """Make recipes of a state dict with the model's names.
 
-    Raises ConversionError as ``assemble_recipes`` does.
+    ``dropped`` names are unexpected. Raises ConversionError as ``assemble_recipes`` does.
     """
     unexpected = [*(key for key in tensors if key not in targets), *dropped]
     return assemble_recipes(tensors, targets, unexpected, frozenset(tensors), (), ignored)
 
 
 def _named_tensors(model: torch.nn.Module) -> dict[str, tuple[torch.Tensor, bool]]:
-    """Return parameters and buffers by name, and whether each is a buffer."""
+    """Return parameters and buffers, and whether each is a buffer."""
     return {
         **{name: (t, False) for name, t in model.named_parameters(remove_duplicate=False)},
         **{name: (t, True) for name, t in model.named_buffers(remove_duplicate=False)},
@@ -154,10 +152,10 @@ def _is_as_stored(name: str, tensor: SymbolicTensor) -> bool:
 
 @contextmanager
 def one_thread(enabled: bool = True) -> Iterator[None]:
-    """Compute each operator only in its calling thread, in threads started inside too.
+    """Compute operators only in their calling threads.
 
-    torch divides long loops among threads; the ends of their parts use another routine, and sums another
-    order. zerostart's own threads already use all processors.
+    This includes threads started inside. torch divides long loops among threads; the ends of their parts use
+    another routine, and sums another order. zerostart's own threads already use all processors.
     """
     before = torch.get_num_threads()
     if not enabled or before == 1:
@@ -184,7 +182,7 @@ def trace_loading(
     versions: Mapping[str, Mapping[str, object]] | None,
     log: AbstractContextManager[object],
 ) -> Recipes:
-    """Run the module's own ``load_state_dict`` on ``symbols``; return recipes of the filled tensors.
+    """Trace the module's own ``load_state_dict`` on ``symbols``.
 
     ``versions`` is the ``_metadata`` that torch saves. Changes of the model's own tensors on meta run inside
     ``log``. Raises ConversionError for a model whose loading needs values, is random, or keeps tensors
@@ -267,7 +265,7 @@ def _make_recipes(
 
 
 class _Copies(TorchDispatchMode):
-    """A mode that records copies of symbolic tensors into tensors of a module."""
+    """A mode that records copies into tensors of a module."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -282,7 +280,6 @@ class _Copies(TorchDispatchMode):
         args: Arguments = (),
         kwargs: Keywords | None = None,
     ) -> object:
-        """Record a copy; refuse operators that would need the copied values."""
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         if any(_is_constant(t) for t in tensors) and any(t.device.type == "meta" for t in tensors):
             args, kwargs = tree_map(

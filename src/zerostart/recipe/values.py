@@ -72,7 +72,7 @@ class Value:
         return torch.empty_strided(self.shape, strides, dtype=self.dtype, device="meta")
 
     def rounds(self, dtype: torch.dtype) -> bool:
-        """Return True if ``self.dtype`` loses digits that a direct cast to ``dtype`` would keep."""
+        """Return True if casting to ``dtype`` directly would keep more digits."""
         return dtype != self.dtype and any(not can_hold(self.dtype, stored) for stored in self.stored)
 
     @classmethod
@@ -83,7 +83,10 @@ class Value:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Computed:
-    """The result of an operator, used like a checkpoint tensor; compared by identity."""
+    """The result of an operator, used like a checkpoint tensor.
+
+    Computations are compared by identity.
+    """
 
     #: An ATen operator; None for a constant, whose elements are ``value``.
     function: Callable[..., Any] | None
@@ -109,7 +112,6 @@ class Computed:
     element_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
-        """Sum up the operands once: long chains share their parts."""
         whole, nbytes = not self.exact, self.dtype.itemsize
         for operand, aligned in zip(self.operands, self.aligned, strict=True):
             sources = operand.computed
@@ -130,7 +132,7 @@ class Computed:
     def evaluate(
         self, operands: Sequence[torch.Tensor], box: Box, factors: Sequence[Sequence[int]]
     ) -> torch.Tensor:
-        """Compute a box of the result from the same regions of the operands.
+        """Compute a box of the result from the operands' regions.
 
         ``box`` is in the shape split by ``factors``.
         """
@@ -153,7 +155,7 @@ class Computed:
 
 
 def find_leaves(pieces: Sequence[Piece]) -> set[str]:
-    """Return the names of all checkpoint tensors that ``pieces`` depend on."""
+    """Return the checkpoint tensors that ``pieces`` depend on."""
     names: set[str] = set()
     visited: set[int] = set()
     todo: list[object] = [source for piece in pieces for source in piece.source]
@@ -184,7 +186,7 @@ HANDLERS: dict[object, Callable[..., Value]] = {}
 
 
 def make_constant(tensor: torch.Tensor) -> Value:
-    """Return the value of a tensor with elements, which must not change afterwards."""
+    """Return the value of a tensor that no longer changes."""
     tensor = tensor.detach()
     return Value.of(Computed(None, tuple(tensor.shape), tensor.dtype, value=tensor))
 
@@ -227,7 +229,7 @@ def compute_one(func: OpOverload, *args: object, **kwargs: object) -> Value:
 
 
 def check_layout(func: OpOverload, twins: Sequence[torch.Tensor], *arguments: object) -> None:
-    """Refuse an operator whose CPU kernel may use other strides than its meta kernel."""
+    """Refuse an operator whose strides the meta kernel may get wrong."""
     names = {func, func._overloadpacket}
     if names & _UNKNOWN_LAYOUT or (names & _ROWS_ONLY and not all(t.is_contiguous() for t in twins)):
         raise refusal(
@@ -237,7 +239,7 @@ def check_layout(func: OpOverload, twins: Sequence[torch.Tensor], *arguments: ob
 
 
 def depends_on_values(func: OpOverload, *arguments: object) -> ConversionError:
-    """Return the error for an operator whose result depends on values of weights."""
+    """Return the error for an operator that depends on weights' values."""
     return refusal(
         f"the conversion of {list_names(*arguments)} calls {func}, whose result depends on the values of the "
         "weights; a conversion has to do the same whatever they are"
@@ -245,7 +247,7 @@ def depends_on_values(func: OpOverload, *arguments: object) -> ConversionError:
 
 
 def list_names(*arguments: object) -> str:
-    """List the checkpoint tensors that the arguments depend on, for a message."""
+    """List the checkpoint tensors of arguments, for a message."""
     values = [v if isinstance(v, Value) else getattr(v, "value", None) for v in tree_leaves(arguments)]
     names = sorted({name for v in values if isinstance(v, Value) for name in find_leaves(v.pieces)})
     return (", ".join(names[:3]) or "a constant") + (", ..." if len(names) > 3 else "")
@@ -275,7 +277,7 @@ def _aligned_operands(
     operands: Sequence[Value],
     meta: torch.Tensor,
 ) -> tuple[bool, ...] | None:
-    """Return which operands a box of the result needs only the same box of.
+    """Return which operands are needed only in the result's box.
 
     None if the result is computed whole. torch's loops compute full vectors and the rest by different
     routines. These agree bit for bit only where IEEE 754 defines the rounding.

@@ -57,12 +57,12 @@ class Step:
 
     @property
     def reads_anew(self) -> bool:
-        """True if the elements are computed from those of the base."""
+        """True if elements are computed from the base's."""
         return self.func in _COMPUTED
 
     @property
     def repeats(self) -> bool:
-        """True if the view may show an element more than once."""
+        """True if an element may be shown more than once."""
         return self.func is aten.expand.default and self.layout.overlaps()
 
     def of(self, base: Value) -> Value:
@@ -131,7 +131,7 @@ KNOWN_VIEWS: dict[object, Callable[..., Value]] = {
 
 
 def single_views(func: OpOverload, shape: Sequence[int], args: Arguments) -> list[tuple[Any, Arguments]]:
-    """Split a view with several results into views with one each."""
+    """Split a view with several results into single views."""
     if func is aten.unbind.int:
         dim = args[0] if args else 0
         return [(aten.select.int, (dim, index)) for index in range(shape[dim])]

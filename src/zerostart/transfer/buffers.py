@@ -29,12 +29,12 @@ _idle_bytes: list[int] = []
 
 
 def locked_bytes() -> int:
-    """Return page-locked bytes of the host, with rounding and freed memory that torch keeps."""
+    """Return page-locked bytes, with torch's rounding and freed memory."""
     return sum(list(_bytes_in_use.values())) + sum(_idle_bytes)
 
 
 def rounds_up() -> bool:
-    """Return True if torch allocates page-locked memory, without starting an accelerator."""
+    """Return True if torch allocates page-locked memory."""
     if not torch.accelerator.is_available():
         return False
     kind = torch.accelerator.current_accelerator()
@@ -43,12 +43,15 @@ def rounds_up() -> bool:
 
 
 def rounded_up(nbytes: int) -> int:
-    """Return the bytes that torch's allocator takes for ``nbytes`` of page-locked memory."""
+    """Return the page-locked bytes that torch takes for ``nbytes``."""
     return 1 << (nbytes - 1).bit_length() if nbytes else 0  # PowerOf2Ceil in ATen/core/CachingHostAllocator.h
 
 
 def page_locked(nbytes: int, device: torch.device | None = None) -> torch.Tensor:
-    """Allocate 1-D page-locked memory, freed with its last view after copies of ``device``."""
+    """Allocate 1-D page-locked memory for copies of ``device``.
+
+    It is freed with its last view, after running copies.
+    """
     runtime = _find_runtime() if nbytes else None
     if runtime is not None:
         index = device.index if device is not None else None
@@ -86,12 +89,12 @@ def release_locked() -> None:
 
 
 class _Pages(mmap.mmap):
-    """Registered pages, shared so that a forked process does not copy them."""
+    """Registered pages, shared so that forks do not copy them."""
 
     _unregister: Unregister | None = None
 
     def lock(self, register: Register, unregister: Unregister, device: int) -> bool:
-        """Register the pages for copies of ``device``; return False if the runtime refuses."""
+        """Register the pages for ``device``; False if the runtime refuses."""
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self))
         with torch.accelerator.device_index(device):
             if int(register(self._address, len(self))):  # type: ignore[call-overload]  # an enumeration or a number
@@ -126,7 +129,7 @@ _RUNTIMES = ("cudart", "npurt")
 
 
 def _find_runtime() -> tuple[Register, Unregister] | None:
-    """Return the runtime's functions to lock and unlock pages; None if there are none."""
+    """Return the runtime's functions to lock and unlock pages, or None."""
     kind = torch.accelerator.current_accelerator()
     assert kind is not None, "page-locked memory is for an accelerator"
     module = torch.get_device_module(kind)

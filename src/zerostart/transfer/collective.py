@@ -34,7 +34,7 @@ MIN_PART_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class TransferStats:
-    """Bytes that a transfer read, planned to read and received on this rank.
+    """Bytes that a transfer read, planned and received here.
 
     ``how`` describes the strategy and the settings, for a report.
     """
@@ -81,7 +81,7 @@ class ReadStrategy:
 
 
 def choose_strategy(demands: Sequence[ReadDemand]) -> ReadStrategy:
-    """Choose a strategy from the settings of all ranks, equal on every rank.
+    """Choose one strategy from the settings of all ranks.
 
     Raises ConfigError if ``exchange=True`` does not fit the memory limit.
     """
@@ -107,7 +107,7 @@ def agree_on_strategy(
     exchange: bool | None,
     world: World,
 ) -> ReadStrategy | None:
-    """Agree on a read strategy; collective. None if there is no choice."""
+    """Agree on a read strategy; collective. None without a choice."""
     if world.size == 1 or not storage.worth_exchanging:
         return None
     chunk = tuning.exchange_chunk
@@ -136,7 +136,7 @@ def execute_together(
     world: World,
     strategy: ReadStrategy | None = None,
 ) -> TransferStats:
-    """Execute a plan, with bytes from storage or other ranks; collective.
+    """Execute a plan from storage and other ranks; collective.
 
     Raises PeerError if another rank dies, ReadError if the bytes read differ from the plan.
     """
@@ -299,7 +299,7 @@ Group = tuple[int, ...]
 
 
 def find_groups(keys: Sequence[Iterable[Hashable]]) -> dict[Hashable, Group]:
-    """Find the ranks that have each key; ``keys`` lists the keys of every rank."""
+    """Find the ranks of each key, from all ranks' keys."""
     ranks_by_key: dict[Hashable, list[int]] = {}
     for rank, own in enumerate(keys):
         for key in own:
@@ -308,7 +308,7 @@ def find_groups(keys: Sequence[Iterable[Hashable]]) -> dict[Hashable, Group]:
 
 
 def find_levels(groups: Iterable[Group]) -> dict[Group, int]:
-    """Assign levels to groups of several ranks; groups of a level share no rank."""
+    """Assign levels to groups; groups of one level share no rank."""
     next_level: dict[int, int] = {}
     levels = {}
     for group in sorted({group for group in groups if len(group) > 1}):
@@ -319,14 +319,14 @@ def find_levels(groups: Iterable[Group]) -> dict[Group, int]:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Reads that one rank does for its group, sent in one message of ``nbytes``."""
+    """Reads of one rank for its group, sent as one message."""
 
     reads: tuple[Read, ...]
     nbytes: int
 
 
 def make_rounds(reads: Sequence[Read], limit: int, ranks: int) -> list[list[Batch]]:
-    """Split reads into rounds with at most one batch for each rank.
+    """Split reads into rounds of at most one batch per rank.
 
     A batch has at most ``limit`` bytes, or one longer read.
     """

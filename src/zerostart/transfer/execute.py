@@ -32,7 +32,7 @@ def execute(
     depth: int = 2,
     meet: Callable[[bool], bool] | None = None,
 ) -> int:
-    """Fill ``storages`` (1-D, one per destination of the plan) and zero their padding.
+    """Fill 1-D ``storages``, one per destination, and zero their padding.
 
     Returns the bytes read. ``depth`` is the number of staging buffers of a thread for an accelerator.
     ``meet`` runs in this thread while others read: it receives whether they have ended, and returns whether
@@ -169,7 +169,7 @@ T = TypeVar("T")
 
 
 class Crew(Generic[T]):
-    """Threads that run ``work`` over shared ``items``, in order, until none is left."""
+    """Threads that run ``work`` over shared ``items``, in order."""
 
     def __init__(
         self,
@@ -189,7 +189,7 @@ class Crew(Generic[T]):
         self._error: BaseException | None = None
 
     def run(self, threads: int, meet: Callable[[bool], bool] | None = None) -> None:
-        """Work in ``threads`` threads, this one included unless it has to ``meet``.
+        """Work in ``threads`` threads; with ``meet``, not in this one.
 
         Returns when all have ended. The first error stops the others and is raised here.
         """
@@ -215,7 +215,7 @@ class Crew(Generic[T]):
             raise self._error
 
     def _has_ended(self, seconds: float) -> bool:
-        """Wait up to ``seconds``; return True if all threads have ended."""
+        """Wait; return True if all threads have ended."""
         until = time.monotonic() + seconds
         for worker in self._started:
             worker.join(max(0.0, until - time.monotonic()))
@@ -250,7 +250,7 @@ class Crew(Generic[T]):
 
 
 class Progress:
-    """Counts bytes; draws a bar if ``shown`` and standard error is a terminal."""
+    """Counts bytes; draws a bar if ``shown`` on a terminal."""
 
     def __init__(self, total: int, shown: bool) -> None:
         self.done = 0

@@ -17,7 +17,7 @@ from zerostart.transfer.buffers import locked_bytes, release_locked
 
 
 class PeakMeter:
-    """Peaks of anonymous host memory and device memory above the level at the start.
+    """Peaks of anonymous host and device memory above the start.
 
     Host memory is sampled. Device memory is the allocator's peak, or sampled if an earlier peak was higher.
     """
@@ -81,7 +81,7 @@ class PeakMeter:
 
 
 def anonymous_bytes() -> int:
-    """Return anonymous resident and page-locked bytes of this process; 0 if unknown."""
+    """Return anonymous and page-locked bytes of this process; 0 if unknown."""
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:
@@ -93,14 +93,14 @@ def anonymous_bytes() -> int:
 
 
 def allocated_bytes(device: torch.device) -> int:
-    """Return bytes of tensors on an accelerator; 0 for the host, and if unknown."""
+    """Return allocated bytes of an accelerator; 0 if unknown."""
     return _get_figure(torch.accelerator.memory_allocated, device) or 0
 
 
 def peak_bytes(device: torch.device) -> int | None:
-    """Return the peak of bytes on an accelerator; 0 for the host.
+    """Return the peak of allocated bytes; 0 for the host.
 
-    None if its allocator counts nothing.
+    None if the allocator counts nothing.
     """
     return _get_figure(torch.accelerator.max_memory_allocated, device)
 
@@ -115,7 +115,7 @@ def _get_figure(figure: Callable[[torch.device], int], device: torch.device) -> 
 
 
 def release_cached() -> None:
-    """Free memory that allocators keep of freed tensors, on accelerator and host."""
+    """Free memory that allocators keep of freed tensors."""
     release_locked()
     if torch.accelerator.is_available():
         with contextlib.suppress(RuntimeError, NotImplementedError):  # another kind of allocator (MPS)
@@ -124,7 +124,7 @@ def release_cached() -> None:
 
 @functools.cache
 def has_streams(device: torch.device) -> bool:
-    """Return True if copies can run during computations of an accelerator."""
+    """Return True if copies can run during computations."""
     if device.type == "cpu":
         return False
     try:
@@ -135,7 +135,7 @@ def has_streams(device: torch.device) -> bool:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Return bytes that can still be allocated on ``device``; None if unknown."""
+    """Return bytes that can still be allocated; None if unknown."""
     if device.type != "cpu":
         figures = _ask_driver(device)
         if figures is None:
@@ -147,13 +147,13 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def device_bytes(device: torch.device) -> int | None:
-    """Return the size of an accelerator's memory; None for the host, and if unknown."""
+    """Return the size of an accelerator's memory; otherwise None."""
     figures = _ask_driver(device) if device.type != "cpu" else None
     return None if figures is None else figures[1]
 
 
 def _ask_driver(device: torch.device) -> tuple[int, int] | None:
-    """Return free and total bytes of an accelerator; None if unknown."""
+    """Return free and total bytes, or None."""
     try:
         free, most = torch.accelerator.get_memory_info(device)
     except (RuntimeError, NotImplementedError):

@@ -18,7 +18,7 @@ def is_in_place(segments: Sequence[Segment]) -> bool:
 
 
 def rearrange(flat: torch.Tensor, segments: Sequence[Segment], scratch: int = SCRATCH) -> None:
-    """Move the segments of the 1-D contiguous ``flat`` to their new places.
+    """Move segments of the 1-D contiguous ``flat`` in place.
 
     Old places must be disjoint, and new ones too. Elements outside the segments are lost.
     """
@@ -45,7 +45,7 @@ def rearrange(flat: torch.Tensor, segments: Sequence[Segment], scratch: int = SC
 
 
 def _permute(mover: _Mover, parts: Sequence[tuple[int, int]]) -> None:
-    """Bring adjacent parts ``(target, elements)`` into the order of their targets.
+    """Order adjacent parts ``(target, elements)`` by target.
 
     At each step the part for ``at`` is swapped with the parts before it. These go through scratch memory if
     they fit, otherwise equal lengths are exchanged, which may cut a part in two.
@@ -93,7 +93,6 @@ def _split_parts(
 
 
 def _merge_neighbours(parts: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Merge neighbours that remain neighbours."""
     merged: list[tuple[int, int]] = []
     for target, numel in parts:
         if merged and sum(merged[-1]) == target:

@@ -27,7 +27,7 @@ _idle: dict[torch.device, list[torch.Stream]] = {}
 
 @contextlib.contextmanager
 def use_stream(device: torch.device) -> Iterator[torch.Stream | None]:
-    """Use a stream that no other thread uses; None on devices without streams.
+    """Use a stream that no other thread uses, if the device has streams.
 
     Streams are reused, since the allocator keeps memory for each.
     """
@@ -56,7 +56,7 @@ def view_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 class HostStaging:
-    """Staging on the host: one buffer of one thread, used in a ``with`` block."""
+    """One thread's host buffer, used in a ``with`` block."""
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
@@ -90,7 +90,7 @@ class HostStaging:
 
 
 class DeviceStaging(HostStaging):
-    """Staging for an accelerator: page-locked buffers in turn, a stream, and a device buffer.
+    """Page-locked buffers in turn, a stream, and a device buffer.
 
     Each chunk takes few calls of torch: with eight threads, passing on the interpreter's lock took longer
     than the copies.
@@ -134,7 +134,7 @@ class DeviceStaging(HostStaging):
         return torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
 
     def view(self, nbytes: int) -> memoryview:
-        """Return room for the next ``nbytes``, once its earlier contents are copied."""
+        """Return room, once its earlier contents are copied."""
         event = self._sent[self._turn]
         # The buffers let storage and bus work at the same time.
         if event is not None:
@@ -153,7 +153,7 @@ class DeviceStaging(HostStaging):
         self._turn = (self._turn + 1) % self._depth
 
     def copy_part(self, part: Part, data: torch.Tensor, storage: torch.Tensor) -> None:
-        """Copy one part and wait, since the caller reuses its pageable memory."""
+        """Copy one part and wait, since its memory is pageable."""
         self._send(part, data, storage)
         self._wait()
 
@@ -192,7 +192,10 @@ SIDE, BLOCK = 512, 256 << 10
 
 
 def copy_strided(target: torch.Tensor, to: int, source: torch.Tensor, loops: Sequence[Loop]) -> None:
-    """Copy between 1-D tensors by ``loops`` of (size, source stride, target stride); may cast."""
+    """Copy 1-D tensors by loops of (size, source stride, target stride).
+
+    Elements are cast if the dtypes differ.
+    """
     # On the host, a plain strided copy of a transposition misses the cache at nearly every element.
     turned = _find_transposition(loops) if source.device.type == target.device.type == "cpu" else None
     with torch.no_grad():
@@ -214,7 +217,7 @@ def _view_loops(tensor: torch.Tensor, start: int, loops: Sequence[Loop], side: i
 
 
 def _find_transposition(loops: Sequence[Loop]) -> tuple[Loop, Loop, list[Loop]] | None:
-    """Return the loops dense in the source and in the target, and the others.
+    """Return the dense loops of source and target, and the others.
 
     None unless both are long and different; blocks gain nothing otherwise.
     """

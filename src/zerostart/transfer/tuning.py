@@ -49,7 +49,7 @@ BUSY = 8
 
 
 def push_threads() -> int:
-    """Return the threads of a process that exchanges weights with others on its machine."""
+    """Return the number of threads of a push."""
     return 2 if cores() >= BUSY else 1
 
 
@@ -97,11 +97,11 @@ class Tuning:
 
     @property
     def ring_bytes(self) -> int:
-        """Maximum host memory of buffers when reading own slices, in bytes."""
+        """Maximum bytes of buffers when reading own slices."""
         return self.threads * self.depth * self.chunk_size + self._reader_bytes
 
     def options(self, chunk_size: int | None = None) -> PlanOptions:
-        """Return how reads are cut and merged; exchanges use another chunk size."""
+        """Return how reads are cut and merged."""
         chunk = self.chunk_size if chunk_size is None else chunk_size
         if self.cost is None:
             return PlanOptions(chunk)
@@ -109,7 +109,7 @@ class Tuning:
 
     @property
     def exchange_chunk(self) -> int:
-        """Maximum size of a request in an exchange, in bytes; 0 disables exchanges."""
+        """Maximum bytes of a request in an exchange; 0 disables it."""
         room = max(0, self.limit - self._reader_bytes)
         return min(self.chunk_size, room // EXCHANGE_CHUNKS) // MIN_CHUNK * MIN_CHUNK
 
@@ -129,7 +129,7 @@ class Tuning:
         return Rates(link=stream * self.threads * self.ranks)
 
     def fit_to_plan(self, plan: Plan) -> Tuning:
-        """Return the setting with enough threads to fill the line to a store."""
+        """Add threads until requests fill the line to a store."""
         reads = [read for read in plan.reads if read.nbytes]
         if self.cost is None or not reads or plan.computations:
             return self
@@ -172,7 +172,7 @@ def tune(
     chunk_size: int | None = None,
     ranks: int | None = None,
 ) -> Tuning:
-    """Choose how to read from ``storage`` with ``ranks`` ranks on this machine.
+    """Choose how ``ranks`` ranks on this machine read ``storage``.
 
     ``memory_limit`` caps all buffers together: chunks shrink first, then threads.
     """

@@ -28,30 +28,31 @@ Change = Callable[[int, torch.Tensor], torch.Tensor]
 
 
 class Writer(Protocol):
-    """Target of a plan's writes: files (``CheckpointWriter``), or memory of other processes.
+    """Target of a plan's writes: files, or other processes' memory.
 
     Several threads share it.
     """
 
     def lead(self, name: str, offset: int) -> int:
-        """Return the best offset in a page of memory for a byte of a tensor."""
+        """Return the best offset in a page for a tensor's byte."""
         ...
 
     def goes_round(self, nbytes: int) -> bool:
-        """Return True for writes that bypass the page cache, aligned by ``lead``."""
+        """Return True for writes that bypass the page cache."""
         ...
 
     def write_rows(self, name: str, data: memoryview, offset: int, length: int, step: int, rows: int) -> None:
-        """Write ``rows`` of ``length`` bytes, ``step`` bytes apart in ``data`` and in the tensor.
+        """Write rows that are ``step`` bytes apart in ``data`` and tensor.
 
-        The first goes to byte ``offset`` of tensor ``name``. ``data`` must not be kept.
+        Each has ``length`` bytes; the first goes to byte ``offset`` of tensor ``name``. ``data`` must not be
+        kept.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Source:
-    """A 1-D storage, and an optional change of its elements on their way out."""
+    """A 1-D storage, and an optional change of written elements."""
 
     storage: torch.Tensor
     change: Change | None = None
@@ -69,7 +70,7 @@ def write_out(
     threads: int = 2,
     on_write: OnWrite | None = None,
 ) -> int:
-    """Write the contents of ``storages``, one per origin; return the bytes.
+    """Write ``storages``, one per origin; return the bytes.
 
     Without a ``writer`` only ``on_write`` is called. A thread takes a buffer of ``chunk_size`` and ``SLACK``,
     and one of ``chunk_size`` on an accelerator. The first error of a thread stops the others and is raised
@@ -173,7 +174,7 @@ class _Writing:
 
 
 class _Room:
-    """Staging of one thread: a buffer on the host and one on the accelerator."""
+    """One thread's buffers on the host and on the accelerator."""
 
     def __init__(self, nbytes: int, device: torch.device | None, stream: torch.Stream | None) -> None:
         self._nbytes = nbytes
@@ -192,7 +193,7 @@ class _Room:
         return torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
 
     def elements(self, count: int, dtype: torch.dtype, lead: int) -> torch.Tensor:
-        """Return room for ``count`` elements, ``lead`` bytes after the start of a page."""
+        """Return room, ``lead`` bytes after the start of a page."""
         begin = lead - lead % dtype.itemsize
         return self._buffer[begin : begin + count * dtype.itemsize].view(dtype)
 

@@ -48,7 +48,7 @@ class Diffusers(ModelLibrary):
         return upstream.is_diffusers(kind)
 
     def describes(self, root: str | None) -> bool:
-        """Return True if the configuration has ``_class_name``, as only those of diffusers do."""
+        """Return True for a ``_class_name``, which only diffusers writes."""
         config = (read_config(root) if root else None) or {}
         return isinstance(config.get("_class_name"), str)
 
@@ -104,7 +104,7 @@ class Diffusers(ModelLibrary):
         )
 
     def expectations(self, built: Built) -> dict[str, Target]:
-        """Cast as ``ModelMixin.from_pretrained``: some modules to float32, all others to the dtype.
+        """Cast as ``ModelMixin.from_pretrained``: some modules stay in float32.
 
         Without a dtype, the others keep the checkpoint's.
         """
@@ -126,7 +126,7 @@ class Diffusers(ModelLibrary):
     def recipes(
         self, built: Built, catalog: Catalog, targets: Mapping[str, Target], converter: object = None
     ) -> Recipes:
-        """Use the layout of the checkpoint that fits the model, or a callable."""
+        """Use the checkpoint layout that fits, or a callable."""
         if converter is not None:
             return super().recipes(built, catalog, targets, converter)
         reading = convert(built.model, dequantise_symbols(catalog, targets), targets)
@@ -142,7 +142,7 @@ class Diffusers(ModelLibrary):
             model.register_to_config(_name_or_path=name)
 
     def save_settings(self, model: nn.Module, directory: Path, dtype: torch.dtype | None) -> bool:
-        """Write the configuration with the class's own name, without FSDP2's prefix."""
+        """Write the configuration, without FSDP2's prefix of the class name."""
         described: ModelMixin = model
         described.save_config(directory)
         path = directory / CONFIG_NAME
@@ -153,7 +153,7 @@ class Diffusers(ModelLibrary):
         return True
 
     def own_loading(self, kind: type[nn.Module]) -> OwnLoading | None:
-        """Return ``from_pretrained`` of the library's class, which FSDP2 may have replaced."""
+        """Return ``from_pretrained`` of the library's own class."""
         plain: type[ModelMixin] = next(k for k in kind.__mro__ if k.__module__.startswith("diffusers."))
 
         def load(root: str, dtype: torch.dtype | None) -> nn.Module:
@@ -169,7 +169,7 @@ def _choose_floating(dtype: torch.dtype | None) -> torch.dtype:
 
 
 def _find_class(config: Mapping[str, object], root: str) -> type[nn.Module]:
-    """Return the diffusers class of a configuration. Raises BuildError if there is none."""
+    """Return the class of a configuration. Raises BuildError without one."""
     require()
     name = str(config.get("_class_name"))
     kind = model_class(name)
@@ -271,8 +271,6 @@ def convert(model: object, symbols: Symbols, targets: Mapping[str, Target]) -> R
 
 
 def _list_readings(model: object, symbols: Symbols) -> Iterator[Callable[[], Reading]]:
-    """Yield the ways to read the checkpoint, the plainest first."""
-
     def read_plain(part: Symbols, foreign: tuple[str, ...] = ()) -> Reading:
         tensors = dict(part)
         fix_names(model, tensors)
@@ -292,7 +290,7 @@ def _list_readings(model: object, symbols: Symbols) -> Iterator[Callable[[], Rea
 def _split_component(
     symbols: Symbols, prefixes: tuple[str, ...]
 ) -> tuple[Symbols, Symbols | None, tuple[str, ...]]:
-    """Split off the component's tensors; also return them without their prefix, if any."""
+    """Return the component's tensors, with and without their prefix, and others."""
     # As in diffusers, the last matching prefix counts.
     prefix = next((p for p in reversed(prefixes) if any(name.startswith(p) for name in symbols)), None)
     if prefix is None:

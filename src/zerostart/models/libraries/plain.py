@@ -14,7 +14,7 @@ from zerostart.upstream.deepspeed.zero3_start import keep_printable
 
 
 class Plain(ModelLibrary):
-    """A module that the caller builds and its own ``load_state_dict`` fills."""
+    """A module that its own ``load_state_dict`` fills."""
 
     name = "plain"
     from_config = False
@@ -27,7 +27,7 @@ class Plain(ModelLibrary):
     def recipes(
         self, built: Built, catalog: Catalog, targets: Mapping[str, Target], converter: object = None
     ) -> Recipes:
-        """Run the module's own loading on the checkpoint, or on the converter's result."""
+        """Trace the module's own loading, after the caller's converter."""
         chosen = choose_converter(built.model, converter, self.converter)
         if chosen is None:
             symbols = dequantise_symbols(catalog, targets)
@@ -48,7 +48,7 @@ class DiffSynth(Plain):
         return any(base.__module__.startswith(PACKAGE) for base in kind.__mro__)
 
     def entries(self, model: nn.Module) -> tuple[str, ...]:
-        """Return all public methods of its classes, since pipelines call them directly."""
+        """Return public methods of its classes, which pipelines call directly."""
         own = [vars(base) for base in type(model).__mro__ if base.__module__.startswith(PACKAGE)]
         names = dict.fromkeys(name for members in reversed(own) for name in members)
         return tuple(
@@ -60,9 +60,9 @@ class DiffSynth(Plain):
         )
 
     def by_parts(self, model: nn.Module) -> bool:
-        """Return True unless it is an autoencoder or encoder, which has methods."""
+        """Return True unless it is an autoencoder or encoder."""
         return not Plain.entries(self, model)
 
     def finish(self, built: Built, recipes: Recipes, name: str | None, catalog: Catalog) -> None:
-        """Let DeepSpeed start with the model even if printing its modules fails."""
+        """Let DeepSpeed start even if printing modules fails."""
         keep_printable(built.model)

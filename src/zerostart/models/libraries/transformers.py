@@ -56,7 +56,7 @@ _CODE = (
 
 
 class Transformers(ModelLibrary):
-    """transformers, with its own rules for names, ties, dtypes and missing tensors."""
+    """transformers, with its rules for names, ties and dtypes."""
 
     name = "transformers"
 
@@ -64,11 +64,11 @@ class Transformers(ModelLibrary):
         return upstream.is_pretrained(kind)
 
     def describes(self, root: str | None) -> bool:
-        """Accept any configuration: this library is asked last, and its errors explain."""
+        """Accept any configuration: this library is asked last."""
         return True
 
     def require(self, kind: type[nn.Module] | None, root: str | None) -> None:
-        """Import transformers and the class. Raises BuildError if the configuration names none."""
+        """Import transformers and the configuration's class. Raises BuildError without one."""
         import transformers
 
         raw = _read_config(root) if kind is None else {}
@@ -81,7 +81,7 @@ class Transformers(ModelLibrary):
             _find_class_and_config(root, kind)
 
     def construction(self, kind: type[nn.Module] | None, stored: Stored) -> Construction:
-        """Build in the requested dtype, else the configuration's, else the checkpoint's.
+        """Build in the requested, the configuration's or the checkpoint's dtype.
 
         Raises BuildError for a configuration that names no class.
         """
@@ -93,7 +93,10 @@ class Transformers(ModelLibrary):
     def of_configuration(
         self, config: object, dtype: torch.dtype | None
     ) -> tuple[Callable[[], nn.Module], torch.dtype | None] | None:
-        """Use the class that the configuration names first, or the base model. Raises BuildError."""
+        """Use the configuration's first class, or the base model.
+
+        Raises BuildError.
+        """
         if not is_configuration(config):
             return None
         own = copy.deepcopy(config)
@@ -137,7 +140,7 @@ class Transformers(ModelLibrary):
     def recipes(
         self, built: Built, catalog: Catalog, targets: Mapping[str, Target], converter: Any = None
     ) -> Recipes:
-        """Use the model's registered conversions, a list of conversions, or a callable."""
+        """Use registered conversions, a list of conversions, or a callable."""
         if callable(converter):
             return super().recipes(built, catalog, targets, converter)
         mapping = (
@@ -177,7 +180,7 @@ class Transformers(ModelLibrary):
         return functools.partial(upstream.initialise, model)
 
     def keep_outputs(self, model: nn.Module) -> None:
-        """Keep hidden states and attentions, which transformers finds by class name."""
+        """Keep outputs that transformers finds by class name."""
         upstream.keep_outputs(model)
 
     def finish(self, built: Built, recipes: Recipes, name: str | None, catalog: Catalog) -> None:
@@ -233,7 +236,7 @@ class Transformers(ModelLibrary):
         return True
 
     def own_loading(self, kind: type[nn.Module]) -> OwnLoading | None:
-        """Return ``from_pretrained`` of the library's class, which FSDP2 may have replaced."""
+        """Return ``from_pretrained`` of the library's own class."""
         own = ("transformers.", "transformers_modules.")  # the second: code next to a checkpoint
         plain: type[PreTrainedModel] = next(k for k in kind.__mro__ if k.__module__.startswith(own))
 
@@ -321,7 +324,7 @@ def _parse_dtype(value: object) -> torch.dtype | None:
 
 
 def list_parts(config: PreTrainedConfig) -> list[PreTrainedConfig]:
-    """Return the configuration and those of its parts, such as vision and text."""
+    """Return the configuration and those of its parts."""
     nested = (getattr(config, name, None) for name in getattr(config, "sub_configs", ()))
     return [config, *(part for part in nested if part is not None)]
 
@@ -341,9 +344,9 @@ def convert(
     symbols: Mapping[str, SymbolicTensor],
     targets: Mapping[str, Target],
 ) -> Recipes:
-    """Run the conversions ``mapping`` on ``symbols``, for a model with the names of ``targets``.
+    """Run the conversions ``mapping`` on ``symbols``.
 
-    Raises ConversionError if an operation fails.
+    ``targets`` are by the model's state-dict names. Raises ConversionError if an operation fails.
     """
     core = loading_core()
     groups, plain, unexpected = _assign(core, model, mapping, symbols, targets)
@@ -401,7 +404,7 @@ def _assign(
 
 
 def _reads_stored(converter: WeightConverter) -> bool:
-    """Return True for a converter that dequantises, and so takes tensors as stored.
+    """Return True for a converter that dequantises stored tensors.
 
     Others take tensors in the dtype of the model, and compute in it.
     """

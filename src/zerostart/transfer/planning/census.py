@@ -42,7 +42,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """Bytes and number of one rank's reads, and whether any is staged.
+    """One rank's reads: bytes, number, and whether any is staged.
 
     ``scratch`` is the maximum memory of computations at a time, in bytes.
     """
@@ -56,7 +56,7 @@ class Count:
 def count_reads(
     catalog: Catalog, shares: Iterable[Share], ranks: Sequence[int], options: PlanOptions, threads: int
 ) -> list[Count]:
-    """Count the reads in the plan of each rank; computations use ``threads`` threads."""
+    """Count the reads in each rank's plan, with ``threads`` for computations."""
     census = _Census(catalog, ranks, options)
     for share in shares:
         census.add(share)
@@ -65,7 +65,7 @@ def count_reads(
 
 @dataclass(frozen=True)
 class _Kind:
-    """Segments of parameters of one kind, relative to their source tensors."""
+    """Segments of parameters of one kind, relative to their sources."""
 
     #: Columns: rank (its number among the counted ones), source, offset, bytes, direct and rows.
     table: Numbers
@@ -73,15 +73,13 @@ class _Kind:
     sources: list[list[int]] = field(default_factory=list)
 
     def place_rows(self, line: int) -> Numbers:
-        """Return rows ``place, bytes, direct, rows`` of all parameters; each rank has ``line`` bytes."""
+        """Return rows ``place, bytes, direct, rows`` of all parameters."""
         rank, source, offset, *rest = self.table
         place = np.array(self.sources, np.int64)[:, source] + (rank * line + offset)
         return np.stack([place.ravel(), *(np.tile(column, len(self.sources)) for column in rest)])
 
 
 class _Census:
-    """Counts shares by kind, and computed tensors one by one."""
-
     def __init__(self, catalog: Catalog, ranks: Sequence[int], options: PlanOptions) -> None:
         self._tensors = catalog.tensors
         self._options = options

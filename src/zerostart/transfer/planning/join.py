@@ -43,7 +43,7 @@ def join(
     options: PlanOptions | None = None,
     groups: Sequence[tuple[int, ...]] | None = None,
 ) -> Plan:
-    """Plan the reads that fill each destination with its layout's share of its recipe.
+    """Plan the reads that fill destinations with their layouts' shares.
 
     ``groups`` has the ranks that need the same slice, for each destination. Raises CoverageError for a share
     that its recipe does not fill.
@@ -89,7 +89,7 @@ def _check_filled(recipe: Recipe, layout: Layout, copies: Iterable[Copy]) -> Non
 
 
 def pull_back(recipe: Recipe, layout: Layout) -> list[Copy]:
-    """Return the copies that fill the layout's share of a recipe's target."""
+    """Return the copies that fill a layout's share of a target."""
     # A run of the row-major order is several boxes; join them if their bytes are adjacent.
     return merge_runs(
         copy
@@ -105,7 +105,7 @@ Tensors = Mapping[str, TensorEntry]
 def plan_computations(
     tensors: Tensors, copies: Iterable[Copy], target: int, options: PlanOptions
 ) -> Iterator[Computation]:
-    """Plan computations for the ``copies`` from computed tensors to destination ``target``.
+    """Plan computations of copies to destination ``target``.
 
     Exact ones are cut into boxes of at most a chunk; others are evaluated whole.
     """
@@ -169,7 +169,7 @@ class _Builder:
         self._steps.append(Step(source, factors, box, tuple(operands), parts))
 
     def _add_whole(self, operand: Value) -> OperandView:
-        """Plan all elements of the operand, in the strides of eager torch."""
+        """Plan the whole operand in the strides of eager torch."""
         box = Box((0,) * len(operand.shape), operand.shape)
         # Registers are row-major.
         if operand.strides is None or not operand.numel():
@@ -251,7 +251,7 @@ class Operands:
         return self._split[key]
 
     def copies(self, operand: Value, box: Box, strides: Sequence[int] | None) -> list[Copy]:
-        """Return the copies of ``box`` into row-major order, or into ``strides``."""
+        """Return the copies of ``box``, row-major or with ``strides``."""
         operand = self.find_equal(operand)
         if id(operand) not in self._sorted:
             self._sorted[id(operand)] = _Sorted(operand.pieces)

@@ -57,7 +57,7 @@ class Part:
 
     @property
     def nbytes(self) -> int:
-        """Bytes from the first to the last source element, both included."""
+        """Bytes from the first to the last source element."""
         return (1 + sum((size - 1) * stride for size, stride, _ in self.loops)) * self.dtype.itemsize
 
 
@@ -88,7 +88,7 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Evaluation of a box of a computed tensor, delivered row-major in parts."""
+    """Evaluation of a box of a computed tensor."""
 
     source: Computed
     #: Factors that split the shape of ``source``.
@@ -120,7 +120,7 @@ class Computation:
 
 @dataclass(frozen=True, slots=True)
 class SharedReads:
-    """Reads that all ``ranks`` need; each rank makes a share of them."""
+    """Reads that ``ranks`` share among them."""
 
     ranks: tuple[int, ...]
     reads: tuple[Read, ...]
@@ -143,7 +143,7 @@ class Plan:
         return sum(read.nbytes for read in self.all_reads())
 
     def all_reads(self) -> Iterator[Read]:
-        """Yield every read in the order of execution, shared reads last."""
+        """Yield every read in order of execution, shared ones last."""
         yield from self.reads
         for computation in self.computations:
             yield from computation.reads
@@ -173,7 +173,7 @@ class PlanOptions:
     gap_floor: int = 512
 
     def reads_through(self, gap: int, run: int) -> bool:
-        """Return True if a gap after ``run`` bytes is read as well."""
+        """Return True if the gap after a run is read too."""
         return gap <= self.gap_share * run or gap + run <= self.gap_floor
 
 
@@ -188,7 +188,7 @@ def cut_segments(
     destination: Destination,
     options: PlanOptions,
 ) -> Iterator[Segment]:
-    """Yield dense spans of a copy's source tensor, each of at most a chunk."""
+    """Yield dense spans of the source, each of at most a chunk."""
     entry = tensors[str(copy.source)]
     dtype = torch_dtype(entry.dtype, entry.name)
     width = dtype.itemsize
@@ -228,7 +228,7 @@ def _cut_rows(
 
 
 def is_one_run(loops: Sequence[Loop]) -> bool:
-    """Return True for one run without gaps in source and destination."""
+    """Return True for one run without gaps on both sides."""
     return not loops or (len(loops) == 1 and loops[0][1:] == (1, 1))
 
 
@@ -266,7 +266,7 @@ def _split_bounded(
 
 
 def merge_reads(found_segments: Iterable[Segment], options: PlanOptions) -> Iterator[Read]:
-    """Merge segments that are close to each other in a file into reads."""
+    """Merge segments that are close in a file into reads."""
     ordered = sorted(found_segments, key=_sort_key)
     columns = ((file, at, size, part.direct, rows) for file, at, size, part, rows, _ in ordered)
     starts = [*find_starts(columns, options), len(ordered)]
@@ -279,7 +279,7 @@ def _sort_key(segment: Segment) -> tuple[int, int, int, bool]:
 
 
 def find_starts(columns: Iterable[tuple[int, int, int, bool, int]], options: PlanOptions) -> Iterator[int]:
-    """Yield the numbers of the sorted segments with which a read starts.
+    """Yield numbers of sorted segments with which reads start.
 
     A segment is ``(file, offset, bytes, direct, rows)``. Direct segments merge without gaps, staged ones with
     small gaps, rows never.

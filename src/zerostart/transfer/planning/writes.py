@@ -38,7 +38,7 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Elements that a rank has in one window of a tensor."""
+    """One rank's elements in one window of a tensor."""
 
     #: Name of the tensor in the files.
     name: str
@@ -60,7 +60,7 @@ class Write:
 
     @property
     def direct(self) -> bool:
-        """True for one run of host memory in the dtype of the file."""
+        """True for one run of host memory in the file's dtype."""
         return len(self.parts) == 1 and self.parts[0].direct
 
     def rows(self) -> Iterator[tuple[int, int, int, int]]:
@@ -77,7 +77,7 @@ class Write:
             yield int(group[0]), int(length), int(step), len(group)
 
     def runs(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return starts and lengths of the unbroken runs, in elements relative to ``first``."""
+        """Return starts and lengths of unbroken runs, relative to ``first``."""
         runs_of_parts = [_find_runs(part) for part in self.parts]
         starts = np.concatenate([s for s, _ in runs_of_parts])
         order = np.argsort(starts)
@@ -106,7 +106,7 @@ def plan_writes(
     chunk_size: int,
     page: int = PAGE,
 ) -> WritePlan:
-    """Plan the writes of a rank, for recipes whose targets it holds by layouts.
+    """Plan the writes of a rank's shares of targets.
 
     No write is longer than ``chunk_size`` bytes, nor crosses a multiple of it if ``page`` is as large.
     """
@@ -142,7 +142,7 @@ def plan_writes(
 
 
 def split_shares(shares: Iterable[tuple[Layout, tuple[int, int], int]]) -> Iterator[Layout | None]:
-    """Yield the part of each share that this rank writes; None if other holders write it.
+    """Yield the part of each share that this rank writes, or None.
 
     ``shares`` are (layout, (place, holders), bytes of an element), in one order on all ranks. Exactly one
     holder writes each element. A large share is divided equally among its holders.
