@@ -102,10 +102,10 @@ class _Record:
 
     catalog: Catalog
     recipes: dict[str, Recipe]
-    order: dict[str, Shard]
+    given_shards: dict[str, Shard]
 
     def shards(self, model: object) -> dict[str, Shard]:
-        return self.given
+        return self.given_shards
 
 
 def _shard(name: str, value: torch.Tensor, flat: bool, rank: int, size: int) -> Shard:
