@@ -12,42 +12,32 @@ from typing import Any
 from zerostart.upstream.guard import Function, Use, resolve
 from zerostart.upstream.patches import RefCountedPatches, enter_when_imported, fits, wrap
 
-_MODEL = "transformers.modeling_utils:PreTrainedModel"
-_MIXIN = "diffusers.models.modeling_utils:ModelMixin"
-_DIFFUSERS_PIPELINE = "diffusers.pipelines.pipeline_utils:DiffusionPipeline"
-_PEFT_MODEL = "peft.peft_model:PeftModel"
-_ACCELERATOR = "accelerate.accelerator:Accelerator"
-_ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
-_TRAINER = "transformers.trainer:Trainer"
-_LOGGER = "diffsynth.diffusion.logger:ModelLogger"
-_TRAINED = "diffsynth.diffusion.training_module:DiffusionTrainingModule"
-_PIPELINE = "diffsynth.diffusion.base_pipeline:BasePipeline"
 TOUCHED = (
     Use(
-        _MODEL,
+        "transformers.modeling_utils:PreTrainedModel",
         "save_pretrained(save_directory, is_main_process, state_dict, *, max_shard_size, push_to_hub, "
         "variant, save_original_format, save_peft_format), push_to_hub",
         "a sharded model is saved by all ranks",
     ),
     Use(
-        _MIXIN,
+        "diffusers.models.modeling_utils:ModelMixin",
         "save_pretrained(save_directory, is_main_process, *, safe_serialization, variant, max_shard_size, "
         "push_to_hub), push_to_hub",
         "a sharded model is saved by all ranks",
     ),
     Use(
-        _DIFFUSERS_PIPELINE,
+        "diffusers.pipelines.pipeline_utils:DiffusionPipeline",
         "save_pretrained(save_directory), push_to_hub",
         "the index names the classes of models as the library has them",
     ),
     Use(
-        _PEFT_MODEL,
+        "peft.peft_model:PeftModel",
         "save_pretrained(save_directory, safe_serialization, selected_adapters, *, is_main_process, "
         "save_embedding_layers), push_to_hub",
         "the same for adapters of a sharded model",
     ),
     Use(
-        _ACCELERATOR,
+        "accelerate.accelerator:Accelerator",
         "save_model(model, save_directory, max_shard_size, *, safe_serialization), "
         "get_state_dict(model, unwrap)",
         "a model that zerostart loaded is saved without a gather",
@@ -63,14 +53,14 @@ TOUCHED = (
         "a rank that waits there is known not to come to a save that one rank has called alone",
     ),
     Use(
-        _ENGINE,
+        "deepspeed.runtime.engine:DeepSpeedEngine",
         "save_checkpoint(save_dir, tag, client_state, save_latest, exclude_frozen_parameters), "
         "load_checkpoint(load_dir, tag, load_module_strict, load_optimizer_states, *, "
         "load_lr_scheduler_states, load_module_only, custom_load_fn)",
         "checkpoints of accelerate and the Trainer are for any number of ranks",
     ),
     Use(
-        _TRAINER,
+        "transformers.trainer:Trainer",
         "save_model(output_dir, _internal_call), _load_from_checkpoint(resume_from_checkpoint, model), "
         "_load_optimizer_and_scheduler(checkpoint), "
         "_prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint), "
@@ -83,13 +73,21 @@ TOUCHED = (
         "save_fsdp_optimizer, load_fsdp_model, load_fsdp_optimizer, get_last_checkpoint(folder)",
         "the same functions, as the Trainer imports them",
     ),
-    Use(_LOGGER, "save_model(accelerator, model, file_name)", "what is trained is saved by all ranks"),
     Use(
-        _TRAINED,
+        "diffsynth.diffusion.logger:ModelLogger",
+        "save_model(accelerator, model, file_name)",
+        "what is trained is saved by all ranks",
+    ),
+    Use(
+        "diffsynth.diffusion.training_module:DiffusionTrainingModule",
         "resume_from_checkpoint(path, remove_prefix_in_ckpt)",
         "what was trained before is read by each rank",
     ),
-    Use(_PIPELINE, "load_lora(module)", "refused where each rank has a part of the weights"),
+    Use(
+        "diffsynth.diffusion.base_pipeline:BasePipeline",
+        "load_lora(module)",
+        "refused where each rank has a part of the weights",
+    ),
 )
 
 _REMEDY = "zerostart cannot take over this call; use zerostart.save and save_state"

@@ -21,16 +21,14 @@ if TYPE_CHECKING:
 
 #: Prefix that ``fully_shard`` adds to the name of a module's class.
 SHARDED = "FSDP"
-_PLUGIN = "accelerate.utils.dataclasses:FullyShardedDataParallelPlugin"
-_ACCELERATOR_STATE = "accelerate.state:AcceleratorState"
 TOUCHED = (
     Use(
-        _ACCELERATOR_STATE,
+        "accelerate.state:AcceleratorState",
         "_shared_state, is_fsdp2, ._mixed_precision, .parallelism_config",
         "whether an Accelerator has an FSDP plugin or parallelism",
     ),
     Use(
-        _PLUGIN,
+        "accelerate.utils.dataclasses:FullyShardedDataParallelPlugin",
         "auto_wrap_policy, cpu_offload, fsdp_version, ignored_modules, mixed_precision_policy, "
         "reshard_after_forward, set_mixed_precision, transformer_cls_names_to_wrap",
         "the settings of FSDP2",

@@ -24,15 +24,13 @@ if TYPE_CHECKING:
     from zerostart.upstream.types import Accelerator
 
 logger = logging.getLogger("zerostart")
-_ACCELERATOR = "accelerate.accelerator:Accelerator"
-_ACCELERATOR_STATE = "accelerate.state:AcceleratorState"
 _PREPARE_FSDP2 = Use(
     "accelerate.accelerator",
     "fsdp2_prepare_model(accelerator, model)",
     "a model that is sharded already is left as it is",
 )
 _PREPARE = Use(
-    _ACCELERATOR,
+    "accelerate.accelerator:Accelerator",
     "_prepare_fsdp2, _prepare_tp, _prepare_deepspeed, "
     "accelerate.utils.dataclasses:FullyShardedDataParallelPlugin.set_auto_wrap_policy(model)",
     "a model in shards is left as it is",
@@ -43,7 +41,7 @@ _BACKEND = Use(
     "ranks of DeepSpeed or FSDP2 on hosts without an accelerator get a backend",
 )
 _STATE = Use(
-    _ACCELERATOR_STATE,
+    "accelerate.state:AcceleratorState",
     "__init__(*, fsdp_plugin)",
     "on hosts without an accelerator the state says FSDP, not DDP",
 )

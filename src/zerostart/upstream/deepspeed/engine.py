@@ -22,12 +22,9 @@ if TYPE_CHECKING:
     from deepspeed.runtime.base_optimizer import ZeROOptimizer
     from deepspeed.runtime.engine import DeepSpeedEngine
 
-_ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
-_STAGE3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
-_ZERO = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
 TOUCHED = (
     Use(
-        _ENGINE,
+        "deepspeed.runtime.engine:DeepSpeedEngine",
         "_load_checkpoint, ._is_gradient_accumulation_boundary, ._unmanaged_backward_count, "
         ".global_samples, .global_steps, .lr_scheduler, .micro_steps, .skipped_steps",
         "a resumed run counts on, as its load_checkpoint has it",
@@ -37,9 +34,13 @@ TOUCHED = (
         ".cur_hysteresis, .cur_iter, .last_overflow_iter",
         "losses are scaled as they were",
     ),
-    Use(_ZERO, "_epilogue_ran_this_backward, .all_grad_tensors, .micro_step_id", "the same at stage 2"),
     Use(
-        _STAGE3,
+        "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer",
+        "_epilogue_ran_this_backward, .all_grad_tensors, .micro_step_id",
+        "the same at stage 2",
+    ),
+    Use(
+        "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3",
         "_epilogue_ran_this_backward, clear_backward_seen_flag, .micro_step_id",
         "gradients that were restored in the middle of a window are added to",
     ),

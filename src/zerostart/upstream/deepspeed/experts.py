@@ -17,8 +17,6 @@ from zerostart.upstream.patches import RefCountedPatches
 if TYPE_CHECKING:
     from types import ModuleType
 
-_OPTIMIZER = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
-_STAGE3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
 _GROUPS = Use(
     "deepspeed.utils.groups",
     "_create_expert_and_data_parallel(expert_parallel_size_), _get_expert_parallel_group, "
@@ -26,12 +24,12 @@ _GROUPS = Use(
     "DeepSpeed's own groups of ranks that share experts",
 )
 _PARTITIONED = Use(
-    _STAGE3,
+    "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3",
     "_autoep_expert_parallel_group",
     "a parameter of experts is partitioned among the ranks that have it",
 )
 _MARKS = Use(
-    _OPTIMIZER,
+    "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer",
     "get_grad_norm_direct, is_moe_group, _configure_moe_settings",
     "a gradient is summed over the ranks that hold the same experts",
 )

@@ -17,26 +17,27 @@ if TYPE_CHECKING:
     from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
     from deepspeed.runtime.engine import DeepSpeedEngine
 
-_STAGE3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
-_ZERO = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
-_BFLOAT16 = "deepspeed.runtime.bf16_optimizer:BF16_Optimizer"
 TOUCHED = (
     Use(
-        _STAGE3,
+        "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3",
         "get_param_id, _get_fp32_opt_state_partition, _setup_for_real_optimizer, .fp16_groups, "
         ".fp32_partitioned_groups_flat, .grad_partitions_flat_buffer, .grad_position, .offload_optimizer, "
         ".params_in_nvme_and_cpu, .sub_group_to_group_id, .swap_optimizer",
         "masters and moments of a parameter are a run of the flat tensor of its sub-group",
     ),
     Use(
-        _ZERO,
+        "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer",
         "_get_compact_grad_partition_buffer, _use_compact_grad_partition_buffer, "
         "independent_gradient_partition_epilogue, .all_grad_tensors, .cpu_offload, "
         ".gradient_accumulation_dtype, .loss_scaler, .offloaded_states, .params_in_partition, "
         ".partition_gradients, .single_partition_of_fp32_groups",
         "masters, moments and reduced gradients of a rank are its partition of the flat group",
     ),
-    Use(_BFLOAT16, ".fp32_groups_flat_partition", "the same for stage 1 in bf16 with gradients in fp32"),
+    Use(
+        "deepspeed.runtime.bf16_optimizer:BF16_Optimizer",
+        ".fp32_groups_flat_partition",
+        "the same for stage 1 in bf16 with gradients in fp32",
+    ),
 )
 
 

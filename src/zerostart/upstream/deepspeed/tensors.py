@@ -27,11 +27,9 @@ if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
 
-_ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
-_LAYERS = "deepspeed.module_inject.layers"
 TOUCHED = (
     Use(
-        _ENGINE,
+        "deepspeed.runtime.engine:DeepSpeedEngine",
         "_apply_autotp_partitioning(model, tp_config), "
         "deepspeed.module_inject.layers:TensorParallel_Layer.move(tensor)",
         "run on a model on meta, it makes the layers that it would make of a whole one",
@@ -62,7 +60,7 @@ TOUCHED = (
         "a plan in transformers' styles as DeepSpeed's rules",
     ),
     Use(
-        _LAYERS,
+        "deepspeed.module_inject.layers",
         "DS_AUTOTP_UC_META, _build_param_uc_restore_meta(*, partition_dim, partition_sizes, "
         "original_shape, replicated, affine_map)",
         "what a sliced parameter says of itself",

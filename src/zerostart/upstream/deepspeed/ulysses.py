@@ -24,10 +24,9 @@ from zerostart.upstream.transformers.attention import packed_documents, require
 if TYPE_CHECKING:
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 
-_ULYSSES = "deepspeed.runtime.sequence_parallel.ulysses_sp:UlyssesSPAttentionHF"
 TOUCHED = (
     Use(
-        _ULYSSES,
+        "deepspeed.runtime.sequence_parallel.ulysses_sp:UlyssesSPAttentionHF",
         "register_with_transformers(model_name_or_path), __init__(attn), forward(module, query, key, "
         "value, attention_mask), .attn, .attn_head_count, .attn_head_size, .global_kv_head_count, "
         ".disable_in_eval",

@@ -82,10 +82,9 @@ def expert_of(parameter: Any) -> str | None:
     return parameter.group_name if hasattr(parameter, "_zerostart_flat_expert") else None
 
 
-_ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 TOUCHED = (
     Use(
-        _ENGINE,
+        "deepspeed.runtime.engine:DeepSpeedEngine",
         "_configure_optimizer(client_optimizer, model_parameters), _configure_zero_optimizer, "
         ".has_moe_layers",
         "its groups are of experts or of others",

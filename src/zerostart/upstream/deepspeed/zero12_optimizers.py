@@ -173,11 +173,9 @@ def _fits(
     return end + -end % alignment == flat.numel()
 
 
-_ZERO_OPTIMIZER = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
-_BF16_OPTIMIZER = "deepspeed.runtime.bf16_optimizer:BF16_Optimizer"
 TOUCHED = (
     Use(
-        _ZERO_OPTIMIZER,
+        "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer",
         "__init__(*, init_optimizer, dp_process_group, round_robin_gradients, parameter_alignment, "
         "has_moe_layers, zenflow_config), flatten_dense_tensors_aligned(tensor_list, alignment, *, "
         "param_padding), initialize_optimizer_states, .bit16_groups, .cpu_offload, "
@@ -191,7 +189,7 @@ TOUCHED = (
         ),
     ),
     Use(
-        _BF16_OPTIMIZER,
+        "deepspeed.runtime.bf16_optimizer:BF16_Optimizer",
         "__init__(*, init_optimizer, dp_process_group, has_moe_layers), "
         "_flatten_dense_tensors_aligned(tensor_list, alignment), _setup_for_real_optimizer, .bf16_groups, "
         ".fp32_groups_flat_partition",

@@ -26,15 +26,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("zerostart")
 
-_ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
-_OPTIMIZER = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
 _DEFRAGMENT = Use(
     "deepspeed.runtime.zero.stage3",
     "defragment",
     "partitions that lie next to each other stay where they are",
 )
 _MEMORY = Use(
-    _OPTIMIZER,
+    "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3",
     "_create_fp32_partitions, initialize_optimizer_states, create_reduce_and_remove_grad_hooks",
     "the optimizer's constructor takes less memory",
     source=(
@@ -45,7 +43,7 @@ _MEMORY = Use(
     ),
 )
 _BEGINNING = Use(
-    _ENGINE,
+    "deepspeed.runtime.engine:DeepSpeedEngine",
     "_configure_zero_optimizer(optimizer), _configure_distributed_model(model)",
     "the model is not printed where ZeRO begins, and small frozen parts of it stay whole",
 )

@@ -19,10 +19,9 @@ if TYPE_CHECKING:
     from diffusers import ModelMixin
 
 _MODULE = "diffusers.models.modeling_utils"
-_MIXIN = "diffusers.models.modeling_utils:ModelMixin"
 TOUCHED = (
     Use(
-        _MIXIN,
+        "diffusers.models.modeling_utils:ModelMixin",
         "from_pretrained, _load_pretrained_model(model, state_dict, resolved_model_file, "
         "pretrained_model_name_or_path, loaded_keys)",
         "zerostart reads the weights of calls that it serves",

@@ -21,13 +21,16 @@ if TYPE_CHECKING:
     from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
     from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 
-_LAYERS = "peft.tuners.tuners_utils"
 _INJECTED = Use(
     "peft.tuners.tuners_utils:BaseTuner",
     "inject_adapter(model, adapter_name)",
     "adapters that are put into a model in shards are the same on every rank",
 )
-_SIZES = Use(_LAYERS, "_get_in_out_features(module)", "a layer in shards computes with its whole weight")
+_SIZES = Use(
+    "peft.tuners.tuners_utils",
+    "_get_in_out_features(module)",
+    "a layer in shards computes with its whole weight",
+)
 _MERGED = Use(
     "peft.tuners.tuners_utils:BaseTunerLayer",
     "merge, unmerge, enable_adapters(enabled)",

@@ -19,10 +19,9 @@ from zerostart.upstream.guard import Use, demand
 from zerostart.upstream.patches import RefCountedPatches, replaced
 from zerostart.upstream.types import Arguments, Keywords
 
-_RING = "torch.distributed.tensor.experimental._context_parallel._attention"
 TOUCHED = (
     Use(
-        _RING,
+        "torch.distributed.tensor.experimental._context_parallel._attention",
         "custom_ops, _enable_cp_dtensor_dispatcher, _templated_ring_attention(group, seq_dim, op, query, "
         "key, value, is_causal), _templated_ring_attention_backward(group, seq_dim, op, grad_out, "
         "grad_out_name, query, key, value, out, *, logsumexp, is_causal)",

@@ -11,10 +11,9 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig, PreTrainedModel
 
-_MODEL = "transformers.modeling_utils:PreTrainedModel"
 TOUCHED = (
     Use(
-        _MODEL,
+        "transformers.modeling_utils:PreTrainedModel",
         "_is_stateful, _supports_attention_backend",
         "whether attention goes through the library's interface",
     ),
