@@ -18,7 +18,6 @@ from zerostart.integrations.barrier import barrier
 from zerostart.live.full_tensors import gather_tensor
 from zerostart.live.model import find_loaded_models, find_shards, find_surrounding_loads, get_record
 from zerostart.state.editing import master_of, put_elements
-from zerostart.upstream.peft.adapters import AdapterLayer
 
 #: For each layer with adapters: the loaded model around it.
 _parts: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
@@ -83,7 +82,7 @@ def add_prompt_encoder(original: Callable[[], object], model: nn.Module) -> obje
     return result
 
 
-def merge_adapter(original: Callable[[], object], layer: AdapterLayer, action: str) -> object:
+def merge_adapter(original: Callable[[], object], layer: Any, action: str) -> object:
     """Replace a layer's ``merge`` or ``unmerge``: run it on whole weights.
 
     Each rank keeps its shards of the result. Collective if the layer is sharded.
@@ -99,7 +98,7 @@ def merge_adapter(original: Callable[[], object], layer: AdapterLayer, action: s
     return _run_whole(original, layer, shards, action)
 
 
-def unmerge_adapter(layer: AdapterLayer) -> None:
+def unmerge_adapter(layer: Any) -> None:
     """Unmerge before a layer is disabled: PEFT would do so in the next forward.
 
     There the engine already gathers weights. Collective if the layer is sharded.

@@ -214,7 +214,7 @@ def when_imported(name: str, then: Callable[[ModuleType], None]) -> Callable[[],
     """Call ``then(module)``, now or after the import of ``name``; return a function that cancels."""
     if name in sys.modules:
         then(sys.modules[name])
-        return _nothing
+        return lambda: None
     finder = _Finder(name, then)
     sys.meta_path.insert(0, finder)
     return finder.leave
@@ -224,10 +224,6 @@ def enter_when_imported(stack: ExitStack, name: str, enter: Callable[[ExitStack,
     """Call ``enter(later, module)`` after the import of ``name``; all ends with ``stack``."""
     later = stack.enter_context(ExitStack())
     stack.callback(when_imported(name, functools.partial(enter, later)))
-
-
-def _nothing() -> None:
-    pass
 
 
 class _Finder(importlib.abc.MetaPathFinder):

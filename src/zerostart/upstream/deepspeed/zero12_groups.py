@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -25,24 +24,10 @@ RunReader = Callable[[Sequence[tuple[str, int, torch.Tensor]]], None]
 _ATTRIBUTE = "_zerostart_flat"
 
 
-class Keeper(Protocol):
-    """Owner of the flat buffers of one loaded model, with a reference to its optimizer."""
-
-    optimizer: weakref.ref[Any] | None
-
-    def bring(self) -> None:
-        """Move buffers that wait in host memory to the device; collective."""
-        ...
-
-    def adopt(
-        self,
-        groups: Sequence[Sequence[torch.Tensor]],
-        partitions: Sequence[int],
-        round_robin: bool,
-        aligned: bool,
-    ) -> list[torch.Tensor | None]:
-        """Return the flat buffer of each group with its parameters in order, or None."""
-        ...
+#: Owner of the flat buffers of one load. ``bring()`` moves buffers to the device; collective. ``adopt(groups,
+#: partitions, round_robin, aligned)`` returns the buffer of each group with its parameters in order, or None.
+#: ``optimizer`` is a weak reference to the optimizer.
+Keeper: TypeAlias = Any
 
 
 @dataclass(frozen=True)
@@ -55,11 +40,7 @@ class Mark:
     ticket: Ticket
 
     def __reduce__(self) -> Any:
-        return _nothing, ()
-
-
-def _nothing() -> None:
-    return None
+        return type(None), ()
 
 
 def remark(parameter: torch.Tensor, new: Mark) -> None:

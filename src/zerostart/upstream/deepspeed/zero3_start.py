@@ -129,12 +129,8 @@ def ungathered(parameters: Sequence[Any]) -> Iterator[None]:
     with ExitStack() as stack:
         for parameter in spared:
             for name in ("all_gather", "partition"):
-                stack.enter_context(replaced(parameter, name, _nothing))
+                stack.enter_context(replaced(parameter, name, lambda: None))
         yield
-
-
-def _nothing() -> None:
-    pass
 
 
 class FuseToClone(TorchFunctionMode):

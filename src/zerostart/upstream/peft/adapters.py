@@ -64,15 +64,6 @@ _CUTTING = {"tensor", "tp"}
 _OWN_BEGIN = ("gaussian", "eva", "orthogonal")
 
 
-class AdapterLayer(nn.Module):
-    """Types of ``BaseTunerLayer``."""
-
-    merged: bool
-
-    def unmerge(self) -> None:
-        """Remove merged adapters from the weight."""
-
-
 #: ``around(original, model, of_values)`` for the injection of an adapter, maybe made from weights.
 Injecting = Callable[[Callable[[], object], nn.Module, bool], object]
 #: ``around(original, layer, name)`` for ``merge`` or ``unmerge`` of a layer.

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
 
 from zerostart.upstream.guard import Use, demand, misfit
+from zerostart.upstream.patches import replaced
 
 _DERIVED = Use(
     "sglang.srt.model_loader.loader",
@@ -34,18 +35,11 @@ def require() -> None:
 @contextmanager
 def nothing_derived(model: nn.Module) -> Iterator[None]:
     """Let ``load_weights`` fill parameters without derived tensors inside."""
-    modules: list[Any] = [one for one in model.modules() if hasattr(one, "post_load_weights")]
-    before = [vars(one).get("post_load_weights") for one in modules]
-    for one in modules:
-        vars(one)["post_load_weights"] = _nothing
-    try:
+    with ExitStack() as stack:
+        for module in model.modules():
+            if hasattr(module, "post_load_weights"):
+                stack.enter_context(replaced(module, "post_load_weights", lambda *_, **__: None))
         yield
-    finally:
-        for one, own in zip(modules, before, strict=True):
-            if own is None:
-                del vars(one)["post_load_weights"]
-            else:
-                vars(one)["post_load_weights"] = own
 
 
 def derive(model: nn.Module) -> None:
@@ -63,7 +57,3 @@ def tell_version(engine: Any, version: str) -> None:
 
     request = UpdateWeightVersionReqInput(new_version=version, abort_all_requests=False)
     engine.loop.run_until_complete(engine.tokenizer_manager.update_weight_version(request))
-
-
-def _nothing(*arguments: object, **options: object) -> None:
-    return

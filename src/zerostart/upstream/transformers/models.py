@@ -150,11 +150,7 @@ def check_built(model: torch.nn.Module) -> None:
 def dtype_plan(model: PreTrainedModel, dtype: torch.dtype) -> list[tuple[re.Pattern[str], torch.dtype]]:
     """Return patterns of parameters with another dtype than ``dtype``."""
     plan: Mapping[str, torch.dtype] = model._get_dtype_plan(dtype)
-    return [(_glob(pattern), kept) for pattern, kept in plan.items()]
-
-
-def _glob(pattern: str) -> re.Pattern[str]:
-    return re.compile(pattern.replace("*", ".*"))
+    return [(re.compile(pattern.replace("*", ".*")), kept) for pattern, kept in plan.items()]
 
 
 def ignorable(model: PreTrainedModel) -> tuple[tuple[str, ...], tuple[str, ...]]:
