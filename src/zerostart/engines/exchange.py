@@ -54,7 +54,7 @@ def exchange_tokens(
     rank, size = dist.get_rank(group), len(counts)
     module.num_experts = counts[rank]
     owner = torch.repeat_interleave(torch.arange(size, device="cpu"), torch.tensor(counts, device="cpu"))
-    # The number of each rank's first expert; less that, a number is one of the owner's own count.
+    # Number of each rank's first expert, to convert expert numbers into the owner's own.
     first = torch.tensor([0, *accumulate(counts)][:size], device="cpu")
 
     @functools.cache
@@ -88,22 +88,22 @@ def _serve(
     order = torch.argsort(chosen, stable=True)  # Experts are numbered rank by rank: this sorts by owner, too.
     pairs = chosen[order]
     to = owner[pairs]
-    # Not by bincount, whose result has a size that the host waits for.
+    # Not ``bincount``: the host would wait for the size of its result.
     send = torch.zeros_like(first).scatter_add_(0, to, torch.ones_like(to))
     receive = torch.empty_like(send)
-    # Counts first: a rank must know how much comes before it can make room.
+    # Counts first, so that each rank can allocate room.
     dist.all_to_all_single(receive, send, group=group)
     outgoing, incoming = torch.stack([send, receive]).tolist()  # The one time that the host waits.
     travel: Callable[..., torch.Tensor] = _AllToAll.apply
     same: Callable[..., torch.Tensor] = _Same.apply
     # Pair number p is of token p // k.
     rows = hidden_states[order // top_k_index.shape[-1]]
-    # Forward as they are (all of ``alike`` send the same), backward with the first one's gradient.
+    # Forward unchanged (all of ``alike`` send the same), backward with the first rank's gradient.
     tokens = travel(same(rows, None, alike), outgoing, incoming, group)
     numbers = pairs.new_empty(sum(incoming))
     # Local number of the expert for each row; it needs no gradient, and so no node.
     dist.all_to_all_single(numbers, pairs - first[to], incoming, outgoing, group=group)
-    # And back: the first one's results forward, gradients as they are.
+    # Back with the first rank's results; gradients unchanged.
     results: torch.Tensor = same(travel(run(tokens, numbers), incoming, outgoing, group), alike, None)
     back = torch.empty_like(order)
     # The inverse permutation: from the order of owners to that of tokens.
@@ -117,8 +117,8 @@ def _run(
     own_forward: Callable[..., torch.Tensor], tokens: torch.Tensor, numbers: torch.Tensor
 ) -> torch.Tensor:
     if not len(tokens):
-        # A row of zeros, whose result is thrown away: parameters that no token reaches get a gradient of
-        # zero, and their owners meet in its reduction.
+        # Use a row of zeros and drop its result: unreached parameters get a gradient of zero, and their
+        # owners can join in its reduction.
         tokens, numbers = tokens.sum(dim=0, keepdim=True), numbers.new_zeros(1)
         return _run(own_forward, tokens, numbers)[:0]
     weights = torch.ones((len(tokens), 1), dtype=tokens.dtype, device=tokens.device)
@@ -205,7 +205,7 @@ def _all_to_all(
 def _local_parameters(module: nn.Module) -> Iterator[None]:
     parameters: dict[str, Any] = module._parameters
     whole = {name: p for name, p in parameters.items() if isinstance(p, DTensor)}
-    # In the dictionary itself: setattr would register new parameters, and hooks would fire.
+    # In the dictionary itself: setattr would register new parameters and call hooks.
     parameters.update({name: parameter.to_local() for name, parameter in whole.items()})
     try:
         yield

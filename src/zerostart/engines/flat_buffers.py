@@ -188,7 +188,7 @@ def whole_placements(
         return ("cut", parallelism.cut(name)) if name in layouts else name if name in parts else None
 
     def twin(rank: int) -> int:
-        # With an exchange each rank reads another share; otherwise only cut parameters differ.
+        # Ranks read different shares with an exchange; otherwise only cut parameters differ.
         return rank if parts else rank % lcm(mesh.expert_parallel, mesh.tensor_parallel) if layouts else 0
 
     return Placements(

@@ -65,7 +65,7 @@ def _experts(
     for name in plan.cuts:
         experts = shapes[name][0]
         if not _all_served(experts, size):
-            # There is one: with 1 every rank has all experts.
+            # One exists: with size 1 every rank has all experts.
             fitting = max(n for n in range(1, size) if mesh.world_size % n == 0 and _all_served(experts, n))
             raise ConfigError(
                 f"expert_parallel={size} leaves some ranks without any of the {experts} experts of {name}, "
@@ -141,7 +141,7 @@ def _modules(model: nn.Module) -> list[str]:
     return [name for name, _ in model.named_modules() if name]
 
 
-# Ranks that share tensors draw the same numbers: dropout on what all of them see is one dropout.
+# Ranks that share tensors draw the same numbers, so that dropout is equal on all of them.
 
 
 def share_draws(model: nn.Module, group: dist.ProcessGroup) -> None:
@@ -168,7 +168,7 @@ def _draw_alike(group: dist.ProcessGroup) -> None:
     backend.set_rng_state(state.cpu(), *arguments)
 
 
-# Sequences that ranks share: which models each way of it can serve, before anything is read.
+# Models whose sequences ranks can share, checked before anything is read.
 
 
 def check_heads(model: nn.Module, size: int) -> None:

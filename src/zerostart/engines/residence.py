@@ -27,11 +27,11 @@ class MemoryFit:
 
     machine: str
     device: str
-    #: Bytes free on the device; None where nothing says.
+    #: Free bytes of the device; None if unknown.
     free: int | None
-    #: Size of the device in bytes; None where nothing says.
+    #: Bytes of the device; None if unknown.
     most: int | None
-    #: Bytes free on the host; None where nothing says.
+    #: Free bytes of the host; None if unknown.
     host: int | None
 
     @classmethod
@@ -50,8 +50,8 @@ class MemoryFit:
 class Residence:
     """The place of the parameters until the engine starts, equal on all ranks."""
 
-    #: ``in place`` (in the device's memory, once; the optimizer takes the buffer as its own), ``host`` (in
-    #: host memory, to be moved whole when the engine starts), or ``does not fit``.
+    #: ``in place`` (on the device, once: the optimizer takes the buffer as its own), ``host`` (moved to the
+    #: device when the engine starts), or ``does not fit``.
     name: str
     #: Bytes of the buffers of one rank.
     buffer_bytes: int
@@ -59,10 +59,9 @@ class Residence:
     device: str
     #: Ranks on that device.
     sharers: int
-    #: Bytes that were free there before; None: unknown.
+    #: Bytes that were free there before; None if unknown.
     free_bytes: int | None
-    #: An optimizer whose groups ask for another order gets it by way of two segments of so many bytes; 0:
-    #: nothing asks.
+    #: Bytes of each of two segments that reorder the buffer for an optimizer; 0 without reordering.
     segment_bytes: int = SCRATCH
 
     def __str__(self) -> str:
@@ -98,7 +97,7 @@ def residence_of(nbytes: int, rooms: Sequence[MemoryFit], host: bool, reordered:
     Ranks on one device of a machine share its memory. ``host`` is as in ``agree_on_residence``; ``reordered``
     says whether an optimizer may want another order.
     """
-    # How many ranks share the device of each rank, and how many its machine's memory.
+    # Number of ranks on each rank's device, and on its machine.
     sharers = [sum((r.machine, r.device) == (o.machine, o.device) for o in rooms) for r in rooms]
     neighbours = [sum(r.machine == o.machine for o in rooms) for r in rooms]
     tightest = min(range(len(rooms)), key=lambda n: _share(rooms[n].free, sharers[n]))
@@ -115,5 +114,5 @@ def residence_of(nbytes: int, rooms: Sequence[MemoryFit], host: bool, reordered:
 
 
 def _share(free: int | None, ranks: int) -> float:
-    # Unknown counts as enough: whoever cannot say is not refused for it.
+    # Unknown memory counts as enough.
     return float("inf") if free is None else free / ranks

@@ -29,7 +29,7 @@ class Shard:
     held: tuple[int, int] = (0, 1)
     #: Layout of the rank's final tensor if the share is only the part that it reads; otherwise None.
     local: Layout | None = None
-    #: Like ``held``, of a run of the share that the rank's optimizer updates.
+    #: Like ``held``, for the run of the share that the rank's optimizer updates.
     stepped: tuple[int, int] = (0, 1)
 
 
@@ -42,7 +42,7 @@ def replace_everywhere(model: nn.Module, new: dict[int, nn.Parameter]) -> None:
 
 
 def whole_shard(name: str, tensor: torch.Tensor, world: World) -> Shard:
-    """Return a tensor that is whole on every rank as a share that all ranks hold.
+    """Return a tensor that is whole on every rank as a share of all ranks.
 
     The storage is the tensor's memory, in its order (``channels_last``, a transposed or a sliced view). A
     tensor whose elements share memory is copied. Raises ConfigError for a tensor that is not dense.
@@ -126,7 +126,7 @@ def full_shape(parameter: torch.Tensor) -> torch.Size:
     return shape
 
 
-# Names of parameters as they were loaded, where wrappers inside the model have changed them since.
+# Names of parameters at the load, without the parts that wrappers have added since.
 
 #: Attributes in which torch.compile, activation checkpointing and PEFT's layers keep a wrapped module.
 _WRAPPED = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "base_layer"})

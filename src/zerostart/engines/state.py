@@ -21,7 +21,7 @@ Counters: TypeAlias = dict[str, Any]
 #: ``(first, values)``: element ``i`` of the 1-D ``values`` is the fp32 master of element ``first + i`` of
 #: this rank's share of a parameter.
 Master = tuple[int, torch.Tensor]
-#: A gradient, and the run of a parameter's elements that it is of.
+#: A gradient and its run of a parameter's elements.
 Gradient = tuple[Member, torch.Tensor]
 
 
@@ -56,7 +56,10 @@ class TrainingState(abc.ABC):
         return [step.tensor for step in self.steps if step.is_parameter]
 
     def watch(self) -> bool:
-        """Start to record which gradients a step uses; return True if that was on before."""
+        """Start to record which gradients a step uses.
+
+        Returns True if that was on before.
+        """
         return True
 
     @abc.abstractmethod

@@ -58,7 +58,7 @@ class _Guard:
 
         Raises EngineError where no engine gathers the partitions.
         """
-        # First of all hooks here: an ungathered module would fail in its midst with a shape of 0.
+        # Before all other hooks: an ungathered module would fail later with a shape of 0.
         check_called(module)
         left, args, kwargs = leave_inference_mode(args, kwargs)
         if left is not None and not self._follows:
@@ -73,7 +73,7 @@ class _Guard:
         first = next(n for n, value in enumerate(args) if has_containers((value,)))
         if len(args) > len(names):  # values of *args have no name
             return args, kwargs
-        # DeepSpeed rebuilds containers among positional arguments and hands keywords on as they are.
+        # DeepSpeed rebuilds containers among positional arguments and passes keywords unchanged.
         return args[:first], {**dict(zip(names[first:], args[first:], strict=False)), **kwargs}
 
     def after(self, module: nn.Module, args: Any, output: object) -> None:
@@ -106,16 +106,17 @@ def _positional(forward: Function) -> tuple[str, ...]:
     return tuple(parameter.name for parameter in parameters if parameter.kind is named)
 
 
-# ZeRO-3 partitions that are computed with and not trained.
+# Inference with ZeRO-3 partitions.
 
 #: Sections of a training configuration that an engine without an optimizer accepts.
 _INFERENCE_SECTIONS = ("zero_optimization", "bf16", "fp16", "communication_data_type", "prescale_gradients")
 
 
 def start_inference(model: nn.Module, config: DeepSpeedConfig | None) -> None:
-    """Have ``deepspeed.initialize`` register hooks on the frozen ``model``; collective.
+    """Register ZeRO-3's hooks on the frozen ``model``; collective.
 
-    The module itself is called afterwards, not the engine, which lives as long as the module.
+    The module itself is called afterwards, not the engine of ``deepspeed.initialize``, which lives as long as
+    the module.
     """
     import deepspeed
 

@@ -49,7 +49,7 @@ from zerostart.upstream.deepspeed.zero3_partitions import is_gathered
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
-#: Sections of the configuration by which ranks work together.
+#: Sections of the configuration that all ranks must have in common.
 _COMMON = (
     "bf16",
     "expert_parallel",
@@ -78,8 +78,7 @@ class DeepSpeedState(TrainingState):
     def counters(self) -> Counters:
         engine = self._engine
         counters = {"name": "deepspeed", "stage": upstream.engine_stage(engine), **upstream.counters(engine)}
-        # A window of accumulated gradients is written only where one is open; the key's absence says that
-        # none was.
+        # The key exists only while a window of accumulated gradients is open.
         if upstream.is_window_open(engine):
             counters["window"] = upstream.window(engine)
         return counters
@@ -94,7 +93,7 @@ class DeepSpeedState(TrainingState):
         return {"schedule": schedule} if isinstance(schedule, Stateful) else {}
 
     def gradients(self, is_replicated: Callable[[torch.Tensor], bool]) -> Sequence[Gradient]:
-        """Return the gradients of an open window; every rank has the run that it steps."""
+        """Return the gradients of an open window, as runs that this rank steps."""
         if not upstream.is_window_open(self._engine):
             return []
         gradients = optimizers.gradients(self._engine, self.steps)
@@ -108,7 +107,7 @@ class DeepSpeedState(TrainingState):
         return list(zip(members_of(self.steps), gradients, strict=True))
 
     def make_gradients(self, parameter_ids: Collection[int], saved: Counters) -> Sequence[Gradient] | None:
-        # Nobody asks for gradients: then none are made, whatever was saved.
+        # Without requested gradients none are made, whatever was saved.
         if not parameter_ids:
             return []
         room = optimizers.gradients(self._engine, self.steps, make=True) if "window" in saved else None
@@ -149,7 +148,7 @@ class DeepSpeed(Engine):
 
     @classmethod
     def configured_expert_parallel(cls, config: EngineConfig) -> int:
-        # It is ``autoep_size`` of an enabled section ``expert_parallel``.
+        # The key ``autoep_size`` of an enabled section ``expert_parallel``.
         return DeepSpeedSettings.of(config).autoep_size or 1
 
     @cached_property
@@ -172,7 +171,7 @@ class DeepSpeed(Engine):
 
     @classmethod
     def configured_tensor_parallel(cls, config: EngineConfig) -> int:
-        # It is ``autotp_size``.
+        # The key ``autotp_size``.
         return DeepSpeedSettings.of(config).autotp_size or 1
 
     def parallelism(self, model: nn.Module) -> Parallelism:
@@ -192,20 +191,20 @@ class DeepSpeed(Engine):
 
     @property
     def chunk_elements(self) -> int:
-        # It is ``stage3_partition_stream_chunk_size``.
+        # The key ``stage3_partition_stream_chunk_size``.
         return self.settings.stream_elements
 
     @property
     def configured_optimizer(self) -> str | None:
-        # It is the section ``optimizer``.
+        # The section ``optimizer``.
         return self.settings.optimizer
 
     def check_sequence_parallel(self, model: nn.Module) -> None:
-        # Ulysses.
+        # Ulysses divides the heads.
         check_heads(model, self.mesh.sequence_parallel)
 
     def enable_sequence_parallel(self, model: nn.Module) -> None:
-        # Ulysses itself is registered by whoever starts DeepSpeed's engine.
+        # The caller that starts DeepSpeed's engine registers Ulysses.
         from zerostart.upstream.deepspeed.ulysses import mask_sequences
         from zerostart.upstream.deepspeed.zero3_partitions import join_group
 
@@ -228,7 +227,7 @@ class DeepSpeed(Engine):
         return accelerate_setup(mixed_precision, self.config or {}, *ranks)
 
     def exempt_unreached(self, model: nn.Module) -> None:
-        # In flat tensors its gradient is zero.
+        # Their gradients are zero in flat tensors.
         from zerostart.engines.deepspeed.training import exempt_unreached
 
         exempt_unreached(model)
@@ -293,7 +292,7 @@ class ZeroThree(DeepSpeed):
 
     @property
     def adopted_dtype(self) -> torch.dtype | None:
-        # ``zero.Init`` makes parameters in fp32 where no other dtype is enabled.
+        # ``zero.Init`` makes parameters in fp32 unless another dtype is enabled.
         return self.parameter_dtype or torch.float32
 
     @property
@@ -313,7 +312,7 @@ class ZeroThree(DeepSpeed):
             for name, parameter in model.named_parameters()
         }
         homes = self.settings.homes(sizes, self.mesh.world_size)
-        # DeepSpeed's words for ``offload_param.device``, as homes of shards.
+        # Homes of shards for DeepSpeed's values of ``offload_param.device``.
         names = {"none": DEVICE, "cpu": HOST, "nvme": STORAGE}
         lying = {name: names[home] for name, home in homes.items()}
         return mesh_placements(parallelism, shapes, lying, _partition, self.settings.pinned)
@@ -327,7 +326,7 @@ class ZeroThree(DeepSpeed):
         return PartitionMaker(world, dtype, self.config, self.settings, placements, cut, owners)
 
     def preserve_calls(self, model: nn.Module, entries: Sequence[str]) -> None:
-        # The methods need nothing, as each module gathers its own parameters.
+        # ``entries`` need nothing, as each module gathers its parameters.
         from zerostart.engines.deepspeed.calls import keep_calls
         from zerostart.upstream.deepspeed.construction import keep_edits, keep_stage
 
@@ -355,7 +354,7 @@ class ZeroThree(DeepSpeed):
         return expert_shards(model, parallelism, rank) if parallelism.mesh.parallel else current_shards(model)
 
     def make_callable(self, model: nn.Module) -> None:
-        # The hooks that gather partitions are those of ``deepspeed.initialize``.
+        # ``deepspeed.initialize`` registers the hooks that gather partitions.
         from zerostart.engines.deepspeed.calls import start_inference
 
         start_inference(model, self.config)
@@ -383,7 +382,7 @@ class FlatBuffers(DeepSpeed):
             )
 
     def preserve_calls(self, model: nn.Module, entries: Sequence[str]) -> None:
-        # Nothing is gathered. Stage 3 would partition shared parameters in another way.
+        # No parameters are gathered. Stage 3 would partition shared parameters in another way.
         from zerostart.upstream.deepspeed.construction import keep_stage
 
         if self.mesh.parallel:
@@ -393,7 +392,7 @@ class FlatBuffers(DeepSpeed):
 
     @property
     def gradient_divisor(self) -> int:
-        # Ranks that share sequences are one. Stage 3 counts all.
+        # Ranks that share sequences count as one. Stage 3 counts all.
         return self.mesh.world_size // self.mesh.sequence_parallel
 
     def require(self) -> None:
@@ -426,7 +425,7 @@ class FlatBuffers(DeepSpeed):
             offer_runs(model, rounded, reader.read_runs)
 
     def shards_of(self, model: nn.Module, parallelism: Parallelism, rank: int) -> dict[str, Shard]:
-        # This rank's experts or slices; everything else is whole.
+        # This rank's experts or slices; other parameters are whole.
         from zerostart.engines.deepspeed.parallel import flat_expert_shards
 
         return flat_expert_shards(model, parallelism, rank)

@@ -91,7 +91,7 @@ class FlatKeeper:
         flats: list[torch.Tensor | None] = [None] * len(groups)
         for members in self._members().values():
             ids = {id(parameter) for parameter in members}
-            # A group with one foreign parameter has no buffer that could be its own: DeepSpeed copies it.
+            # DeepSpeed copies a group with a foreign parameter, as no buffer holds all of it.
             wholly = [n for n, group in enumerate(groups) if group and ids.issuperset(map(id, group))]
             if wholly:
                 arranged = _arrange(members, [(groups[n], rules[n]) for n in wholly])
@@ -110,7 +110,7 @@ def _arrange(
     flats: list[tuple[int, FlatGroup]] = []
     end = 0
     for group, rules in groups:
-        # Groups begin aligned, as the buffers of the optimizer's own making would.
+        # Groups begin aligned, as in the optimizer's own buffers.
         start = end + -end % step
         flat = rules.group([p.numel() for p in group], itemsize)
         targets |= {id(p): start + offset for p, offset in zip(group, flat.offsets, strict=True)}
@@ -118,7 +118,7 @@ def _arrange(
         end = start + flat.numel
     for parameter in members:
         if id(parameter) not in targets:
-            # Members of no group (frozen ones, those of other optimizers) go behind all groups.
+            # Parameters of no group (frozen, or of other optimizers) come after all groups.
             targets[id(parameter)] = end + -end % step
             end = targets[id(parameter)] + parameter.numel()
     # Without room for so many groups DeepSpeed flattens by itself.
@@ -128,7 +128,7 @@ def _arrange(
         return []
     wholes = [base.view(dtype)[start : start + flat.numel] for start, flat in flats]
     for whole, (_, flat) in zip(wholes, flats, strict=True):
-        # Last: before the move there were elements of other parameters.
+        # After the move, which may leave other elements here.
         for low, high in flat.gaps():
             whole[low:high].zero_()
     return wholes

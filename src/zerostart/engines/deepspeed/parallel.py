@@ -128,7 +128,7 @@ def flat_expert_shards(model: nn.Module, parallelism: Parallelism, rank: int) ->
             holders = parallelism.owners(name, rank)
             found[alias] = Shard(name, at(rank), parameter.detach().view(-1), at, holders)
         elif mesh.tensor_parallel > 1:
-            # Whole on every rank, but those that share tensors update the same part of it.
+            # Whole on every rank, but ranks that share tensors update the same part of it.
             at = functools.partial(_whole, tuple(parameter.shape))
             holders = (rank, mesh.world_size)
             storage = parameter.detach().view(-1)
@@ -140,10 +140,10 @@ def _whole(shape: tuple[int, ...], rank: int) -> Layout:
     return replicated(shape)
 
 
-# This rank's part of what ranks share in a model: slices of tensors, then experts, one after the other.
+# This rank's part of shared parameters: slices of tensors, then experts.
 
-#: Leaves this rank's part in a model, None where ranks share nothing; the ranks that partition each
-#: parameter then, None for all.
+#: A function that removes other ranks' parts from a model, None without shared parameters; and the ranks that
+#: partition each parameter, None for all.
 Cutter = tuple[Callable[[nn.Module], None] | None, dist.ProcessGroup | None]
 
 
@@ -159,7 +159,7 @@ def make_cutter(
         cut, owners = make_tensor_cutter(world, parallelism, settings.tensors, settings.tp_plan)
         cuts.append(cut)
     if parallelism.mesh.expert_parallel > 1:
-        # After the tensors: experts that are left out of their rules are still whole then.
+        # After the tensors, whose rules skip experts: these are still whole then.
         cuts.append(make_expert_cutter(world, parallelism, partitioned))
     return partial(_cut_all, cuts) if cuts else None, owners
 
@@ -169,7 +169,7 @@ def _cut_all(cuts: Sequence[Callable[[nn.Module], None]], model: nn.Module) -> N
         cut(model)
 
 
-# Tensors that ranks share on DeepSpeed: checked against the model's own plan, then cut on meta.
+# Tensors that ranks share on DeepSpeed: the rules are checked against the model's own plan.
 
 REMEDY = "use engine='fsdp2', which runs it by its own plan, or tensor_parallel=1"
 _GATHERED = ("colwise_gather_output", "colwise_rep")
@@ -197,7 +197,7 @@ def _wrong(
     cut_modules = {name.rpartition(".")[0] for name in sliced}
     # A module that gathers its result does not affect its neighbours.
     partial = {name for name in cut_modules if not getattr(tried.get_submodule(name), "gather_output", False)}
-    # Modules whose children run on a part of the activations: there "whole" may be wrong.
+    # Modules whose children run on a part of the activations: "whole" may be wrong there.
     parents = {name.rpartition(".")[0] for name in partial} - {""}
     for name, module in model.named_modules():
         style = expand(plan, name, parameter=False)
@@ -265,10 +265,9 @@ def _text(model: nn.Module) -> PreTrainedConfig:
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
-# Tensors shared out by ranks on DeepSpeed: the layers that AutoTP makes, born in slices.
-# DeepSpeed itself says what it slices (``upstream/deepspeed/tensors.py``), before anything is read;
-# here that becomes a plan, and the cut of a model on meta by which each rank is left with its slices. Every
-# stage then shards these over the ranks that hold the same ones.
+# Layers that AutoTP makes, created in slices. DeepSpeed describes its slices
+# (``upstream/deepspeed/tensors.py``) before anything is read. The description becomes a plan and the cut of a
+# model on meta. Every stage then shards the slices over the ranks that hold the same ones.
 
 
 def tensor_cuts(
@@ -291,9 +290,9 @@ def tensor_cuts(
     check_dropout(model, size)
     plan = library_of(model).parallel_rules(model, "tp")
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    # DeepSpeed cuts in place: on a copy, since the model itself is cut with the groups at hand, later.
+    # DeepSpeed cuts in place. A copy is cut now, the model itself later with the groups.
     tried, library = copy.deepcopy(model), library_of(model)
-    # Tied before: a tie decides whether an embedding and a head are cut alike.
+    # Ties first: they decide whether an embedding and a head are cut alike.
     library.tie(tried, set(library.ties(tried)))
     try:
         slices = upstream.described(tried, size, _ruled(model, section, plan_rules, experts))

@@ -59,7 +59,7 @@ def mark_parameters(model: nn.Module, rounded: Collection[str], reader: Reader |
         mark(parameter, name, reader if name in rounded else None, arrange, load)
 
 
-# Bringing the partitions of a load next to each other, in the buffer in which they were made.
+# Reordering the partitions of a load within their buffer.
 
 
 def arrange(groups: Sequence[Sequence[torch.Tensor]], other_tensors: Sequence[torch.Tensor]) -> None:
@@ -111,7 +111,7 @@ def _address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-#: Builders of the operations of DeepSpeed's that are compiled at first use: of its layer, and of swapping.
+#: Builders of DeepSpeed's operations, compiled at first use: communication, and swapping.
 OPERATIONS = ("ShareMemCommBuilder", "AsyncIOBuilder")
 #: Name, parameter, this rank's layout, home of the partition and its place there.
 Placed = tuple[str, nn.Parameter, Layout, upstream.Home, int]
@@ -143,7 +143,7 @@ class PartitionMaker(ShardMaker):
         self._placements = placements
         self._cut = cut
         dtype = dtype or settings.dtype
-        # Before the first collective: a rank that compiles for a minute would have the others time out there.
+        # Before the first collective: other ranks would time out there during a long compilation.
         load_operations(OPERATIONS if settings.offload == "nvme" else OPERATIONS[:1])
         with world.collectives("starting DeepSpeed"):
             upstream.join_group()
@@ -190,7 +190,7 @@ class PartitionMaker(ShardMaker):
             upstream.give_partition(self._init, parameter, partition, home)
             at = functools.partial(self._placements.layout, name)
             shards.append(Shard(name, layout, partition, at))
-        # At once, for ties: every place that held the old object gets the one new one.
+        # All at once, for ties: every place of the old object gets the same new one.
         replace_everywhere(model, {id(parameters[name]): parameter for name, parameter, *_ in placed})
         if self._world.size > 1 and not self._settings.names_leaves:
             mark_leaves(expert_leaves(model))
@@ -255,7 +255,7 @@ def current_shards(model: nn.Module) -> dict[str, Shard]:
             at = functools.partial(flat_partition, tuple(shape), world_size=size)
             holders = (0, 1)
             if size < (world := dist.get_world_size()):
-                # Fewer ranks than there are: others have the same partition, of replicas or of other experts.
+                # Other ranks have the same partition of replicas, or of other experts.
                 holders = holders_of(upstream.partition_ranks(parameter), world)
             shards[name] = Shard(name, at(rank), partition, at, holders)
     return shards
@@ -268,7 +268,7 @@ def current_shards(model: nn.Module) -> dict[str, Shard]:
 
 
 def expert_leaves(model: nn.Module) -> list[nn.Module]:
-    """List the modules of ``model`` that run one of several expert modules at a time.
+    """List the modules that run one of several expert modules at a time.
 
     This is the container called ``experts`` if it runs itself, otherwise its parent.
     """

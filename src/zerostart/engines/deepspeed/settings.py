@@ -112,9 +112,9 @@ _ALL_REDUCE = "stage3_use_all_reduce_for_fetch_params"
 class DeepSpeedSettings:
     """Settings for a load and a forecast; "auto" is DeepSpeed's default."""
 
-    #: None where the configuration does not say.
+    #: None if the configuration has no stage.
     stage: int | None = None
-    #: None where the configuration does not say.
+    #: None if the configuration has no dtype.
     dtype: torch.dtype | None = None
     #: Home of partitions: ``none``, ``cpu`` or ``nvme``.
     offload: str = "none"
@@ -131,7 +131,7 @@ class DeepSpeedSettings:
     persistent_parameter: int = 100_000
     persistent_model: int = sys.maxsize
     aio_block_size: int = MIN_SWAP
-    #: How flat buffers are asked to be laid out, and so ``aligned``.
+    #: Options of the layout of flat buffers.
     round_robin: bool = False
     aligned: bool = False
     #: Elements of the reduction bucket.
@@ -144,31 +144,31 @@ class DeepSpeedSettings:
     #: is false.
     fused: bool = True
     swap_buffers: int = SWAP_BUFFERS
-    #: Dtype in which gradients are kept; None for the model's own.
+    #: Dtype of kept gradients; None for the model's own.
     accumulates: torch.dtype | None = None
-    #: The one that the engine is to make, as ``zerostart.plan`` names it; None for none.
+    #: Optimizer that the engine makes, as ``zerostart.plan`` names it; None without one.
     optimizer: str | None = None
     #: Ranks that share sequences.
     sequence_parallel: int = 1
     #: Divisor of gradients before their reduction.
     predivide: float = 1.0
-    #: Settings with which DeepSpeed handles trainable parameters of one dtype only.
+    #: Settings that need trainable parameters of one dtype.
     one_dtype: tuple[str, ...] = ()
     #: Settings of ``zero_optimization`` with which stages 1 and 2 do not reduce the gradients of experts.
     unreduced: tuple[str, ...] = ()
     #: True if groups of ranks with the same data come before those that share experts.
     data_before_experts: bool = False
-    #: zerostart's own setting, which comes before the model's own plan.
+    #: zerostart's own expert plan, which precedes the model's.
     ep_plan: Mapping[str, str] | None = None
     #: zerostart's own tensor plan, which precedes the model's.
     tp_plan: Mapping[str, str] | None = None
     #: The section ``tensor_parallel``.
     tensors: DeepSpeedConfig = field(default_factory=dict)
-    #: Its number of ranks; 0 where it does not say.
+    #: Number of ranks in the section ``tensor_parallel``; 0 without one.
     autotp_size: int = 0
     #: True if a compiler pass runs the collectives of tensors.
     compiles_tensors: bool = False
-    #: Number of ranks of an enabled section ``expert_parallel``; 0 where there is none.
+    #: Number of ranks of an enabled section ``expert_parallel``; 0 without one.
     autoep_size: int = 0
 
     @classmethod
@@ -343,8 +343,7 @@ class DeepSpeedSettings:
         NVMe gets partitions of at least one block (``AsyncPartitionedParameterSwapper.swappable_tensor``).
         """
         homes: dict[str, str] = {}
-        # In the order of the model, as DeepSpeed converts parameters: the budget is spent by the first small
-        # ones.
+        # In the order of the model, as DeepSpeed converts parameters: the first small ones use up the budget.
         kept, budget = 0, self.persistent_model // world_size
         for name, (numel, owners, itemsize) in sizes.items():
             persistent = numel <= self.persistent_parameter and kept + numel <= budget
@@ -371,7 +370,7 @@ def _optimizer(config: DeepSpeedConfig) -> str | None:
     section = section_of(config, "optimizer")
     if not section:
         return None
-    # Only for the forecast: an optimizer that it does not know is counted as AdamW.
+    # For the forecast only: unknown optimizers count as AdamW.
     kind = str(section.get("type", "")).lower()
     plain = section_of(section, "params", "engine_config['optimizer']").get("torch_adam") is True
     return "adamw" if plain or kind not in _OPTIMIZERS else _OPTIMIZERS[kind]

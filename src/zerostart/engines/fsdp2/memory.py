@@ -48,7 +48,7 @@ class Units:
 
     @classmethod
     def of(cls, model: nn.Module, settings: FSDP2Settings, shares: ParameterBytes, world_size: int) -> Units:
-        """Compute the units that a load would make of ``model``."""
+        """Compute the units of ``model`` after a load."""
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         sizes = shares.gathers.elements
         left, largest = dict(sizes), 0
