@@ -17,7 +17,7 @@ from zerostart.checkpoint.write.writer import CheckpointWriter
 from zerostart.distributed.world import World
 from zerostart.engines import Shard
 from zerostart.geometry.layout import Layout, dimension_shard, flat_partition
-from zerostart.state.saving.writing import Files, Publication, plain, plan_own_writes, write_tensors
+from zerostart.state.saving.writing import Files, Publication, describe_share, plan_own_writes, write_tensors
 from zerostart.transfer.writing import write_out
 
 Written = list[tuple[bool, int, int]]
@@ -79,7 +79,8 @@ def test_ranks_share_pages(cut: str, chunk: int, tmp_path: Path, written: Writte
     with CheckpointWriter(tmp_path, layout) as writer:
         for rank in range(3):
             outgoing = [
-                plain(name, shard(name, t, CUTS[cut](tuple(t.shape), rank, 3))) for name, t in tensors.items()
+                describe_share(name, shard(name, t, CUTS[cut](tuple(t.shape), rank, 3)))
+                for name, t in tensors.items()
             ]
             plan, storages = plan_own_writes(layout, outgoing, chunk)
             write_out(plan, storages, writer, 2)
@@ -113,7 +114,9 @@ def test_a_device_that_has_no_such_writes(
     monkeypatch.setattr(os, name, refusing)
     tensors = stored()
     layout = plan_shards(entries(tensors))
-    outgoing = [plain(n, shard(n, t, flat_partition(tuple(t.shape), 0, 1))) for n, t in tensors.items()]
+    outgoing = [
+        describe_share(n, shard(n, t, flat_partition(tuple(t.shape), 0, 1))) for n, t in tensors.items()
+    ]
     write_tensors(Publication(Files(tmp_path)), entries(tensors), outgoing, World(0, 1, None))
     found = load_file(tmp_path / "model.safetensors")
     assert all(torch.equal(found[n].view(torch.int16), t.view(torch.int16)) for n, t in tensors.items())

@@ -23,7 +23,7 @@ from zerostart.loading.run import run
 from zerostart.loading.source import open_source
 from zerostart.recipe import spelling
 from zerostart.state.resuming.load_state import plan_reads
-from zerostart.state.saving.writing import agree_on_place, open_publication, plain, write_tensors
+from zerostart.state.saving.writing import agree_on_place, describe_share, open_publication, write_tensors
 from zerostart.transfer import Progress
 from zerostart.transfer.collective import execute_together
 from zerostart.upstream.deepspeed.zero3_start import keep_whole
@@ -236,7 +236,7 @@ def save_trained(
             write_tensors(
                 publication,
                 entries,
-                [plain(name, shard) for name, shard in shards.items()],
+                [describe_share(name, shard) for name, shard in shards.items()],
                 world,
                 stem=place.name.removesuffix(_SUFFIX),
                 max_shard_size=_ONE_FILE,

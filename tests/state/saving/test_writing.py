@@ -14,7 +14,14 @@ from zerostart.engines import Shard
 from zerostart.errors import CheckpointError, WriteError
 from zerostart.geometry.layout import Layout, dimension_shard, flat_partition, replicated
 from zerostart.recipe import Recipe, SymbolicTensor, Target, spelling
-from zerostart.state.saving.writing import Files, Outgoing, Publication, plain, plan_own_writes, write_tensors
+from zerostart.state.saving.writing import (
+    Files,
+    Outgoing,
+    Publication,
+    describe_share,
+    plan_own_writes,
+    write_tensors,
+)
 from zerostart.transfer.writing import write_out
 
 Tensors = dict[str, torch.Tensor]
@@ -112,7 +119,10 @@ def test_cast_on_the_way_out(tmp_path: Path) -> None:
     whole = torch.randn(40, 5)
     shard = _shard("w", whole, replicated((40, 5)))
     write_tensors(
-        Publication(Files(tmp_path)), [("w", "BF16", (40, 5))], [plain("w", shard)], World(0, 1, None)
+        Publication(Files(tmp_path)),
+        [("w", "BF16", (40, 5))],
+        [describe_share("w", shard)],
+        World(0, 1, None),
     )
     assert torch.equal(load_file(tmp_path / "model.safetensors")["w"], whole.to(torch.bfloat16))
 
@@ -125,7 +135,7 @@ def test_a_place_that_cannot_be_is_a_named_error(tmp_path: Path) -> None:
         write_tensors(
             Publication(Files(tmp_path / "file")),
             [("w", "F32", (2,))],
-            [plain("w", shard)],
+            [describe_share("w", shard)],
             World(0, 1, None),
         )
 
@@ -135,5 +145,8 @@ def test_what_is_not_whole_is_not_saved(tmp_path: Path) -> None:
     half = _shard("w", torch.randn(8, 2), dimension_shard((8, 2), 0, 0, 2))
     with pytest.raises(CheckpointError, match="w: 8 elements"):
         write_tensors(
-            Publication(Files(tmp_path)), [("w", "BF16", (8, 2))], [plain("w", half)], World(0, 1, None)
+            Publication(Files(tmp_path)),
+            [("w", "BF16", (8, 2))],
+            [describe_share("w", half)],
+            World(0, 1, None),
         )

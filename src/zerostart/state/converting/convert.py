@@ -84,7 +84,7 @@ def convert(
             )
             nbytes = sum(tensor.nbytes for tensor in tensors.values())
             return Converted(located(out), files, len(tensors), nbytes)
-        config = _config(catalog)
+        config = _read_config(catalog)
         with open_publication(place, world) as publication:
             written = write_tensors(
                 publication,
@@ -95,7 +95,7 @@ def convert(
                 max_shard_size=max_shard_size,
                 parameters=sum(tensor.numel for tensor in tensors.values()),
             )
-            with publication.written(world, "copying the configuration"):
+            with publication.open_phase(world, "copying the configuration"):
                 if world.rank == 0:
                     _copy_settings(catalog, publication.directory, dtype, dequantised)
             publication.add_digests(written.digests)
@@ -120,7 +120,7 @@ def _check_free(place: Path | str, catalog: Catalog, replace: bool) -> None:
             raise ConfigError(f"{place}/{existing} exists: convert to an empty or a new directory")
 
 
-def _config(catalog: Catalog) -> Mapping[str, object]:
+def _read_config(catalog: Catalog) -> Mapping[str, object]:
     return (read_config(catalog.root) if catalog.root else None) or {}
 
 
@@ -137,7 +137,7 @@ def _describe_weights(catalog: Catalog, to: str) -> tuple[dict[str, SourceTensor
         name: SourceTensor(name, torch_dtype(entry.dtype, name), entry.shape, entry.pieces)
         for name, entry in catalog.weights.items()
     }
-    if to == "hf" and catalog.assembled is not None and _config(catalog).get("tie_word_embeddings"):
+    if to == "hf" and catalog.assembled is not None and _read_config(catalog).get("tie_word_embeddings"):
         stored = _drop_ties(stored, catalog)
     return stored, False
 
@@ -206,7 +206,7 @@ def _describe_outgoing(reader: SourceReader, name: str, tensor: SourceTensor, wo
 
 
 def _copy_settings(catalog: Catalog, to: Path, dtype: torch.dtype | None, dequantised: bool) -> None:
-    config, root = dict(_config(catalog)), Path(catalog.root)
+    config, root = dict(_read_config(catalog)), Path(catalog.root)
     if not config:
         return
     copy_beside(root, to)

@@ -258,9 +258,9 @@ def restore_state(
             _check_names(training, saved)
             if stepped:
                 _check_optimizers(training, saved, world)
-            targets = [*_parameters(training, saved, world), *_list_extra_tensors(extra_tensors, saved)]
+            targets = [*_list_parameters(training, saved, world), *_list_extra_tensors(extra_tensors, saved)]
         # Empty tensors that the same reads fill.
-        extra, rows = _extra(saved), _allocate_random_rows(saved) if stepped else {}
+        extra, rows = _allocate_extra(saved), _allocate_random_rows(saved) if stepped else {}
         # All checks are done: the optimizer changes from here on.
         with torch.no_grad(), world.phase("planning the reads"):
             targets += _list_masters(training, saved)
@@ -337,7 +337,7 @@ def _stored_name(name: str, saved: Saved) -> str:
     return stored
 
 
-def _parameters(training: LiveTraining, saved: Saved, world: World) -> list[_Target]:
+def _list_parameters(training: LiveTraining, saved: Saved, world: World) -> list[_Target]:
     """List parameters and buffers; read a more precise parameter from its master."""
     targets: list[_Target] = []
     for name, shard in training.shards.items():
@@ -451,7 +451,7 @@ def _names_with_gradients(saved: Saved) -> set[str]:
     return {name.partition("/")[2] for name in saved.state.weights if name.startswith("gradient/")}
 
 
-def _extra(saved: Saved) -> dict[str, torch.Tensor]:
+def _allocate_extra(saved: Saved) -> dict[str, torch.Tensor]:
     excluded = _OF_PARAMETERS | set(saved.document.get("beside", ()))
     return {
         name: torch.empty(entry.shape, dtype=dtype_of(entry.dtype), device="cpu")

@@ -324,7 +324,7 @@ def _find_conflict(optimizer: torch.optim.Optimizer, document: JsonMapping) -> s
 LOCAL = "local"
 
 
-def _local(value: torch.Tensor) -> torch.Tensor:
+def _local_part(value: torch.Tensor) -> torch.Tensor:
     return value.to_local() if isinstance(value, DTensor) else value
 
 
@@ -348,7 +348,7 @@ def collect_local_states(training: LiveTraining, world: World) -> tuple[list[Sha
         }
         for key, value in step.state.items():
             if isinstance(value, torch.Tensor) and value.dim():
-                tensors[name][key] = local = _local(value)
+                tensors[name][key] = local = _local_part(value)
                 if hasattr(local, "__tensor_flatten__"):
                     raise ConfigError(
                         f"the state {key!r} of {name} is a {type(local).__name__}, a tensor subclass "
@@ -387,7 +387,7 @@ def _share_checksum(step: Stepped, training: LiveTraining) -> int:
         name = training.name_of(member.parameter)
         boxes = [(b.box.origin, b.box.extent, b.to, b.strides) for b in training.shards[name].layout.boxes]
         members.append((name, member.at, member.count, member.first, boxes))
-    return zlib.crc32(repr((_local(step.tensor).numel(), members)).encode())
+    return zlib.crc32(repr((_local_part(step.tensor).numel(), members)).encode())
 
 
 def _count_elements(described: JsonMapping, key: str) -> int:

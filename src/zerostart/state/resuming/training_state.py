@@ -36,7 +36,7 @@ from zerostart.live.training import LiveTraining, StateTensor
 from zerostart.recipe import spelling
 from zerostart.state.resuming.optimizer import LOCAL, collect_local_states, describe_optimizer
 from zerostart.state.resuming.values import encode_checked
-from zerostart.state.saving.writing import Entry, Outgoing, plain
+from zerostart.state.saving.writing import Entry, Outgoing, describe_share
 
 logger = logging.getLogger("zerostart")
 
@@ -146,7 +146,7 @@ def encode_module_states(module: nn.Module, tensors: dict[str, torch.Tensor]) ->
 
 def _describe_shards(shards: Sequence[Shard]) -> tuple[list[Entry], list[Outgoing]]:
     entries: list[Entry] = [(s.name, spelling(s.storage.dtype, s.name), s.layout.shape) for s in shards]
-    return entries, [plain(s.name, s) for s in shards]
+    return entries, [describe_share(s.name, s) for s in shards]
 
 
 def _random_shards(world: World) -> Iterator[Shard]:
@@ -185,9 +185,11 @@ def get_random_rows() -> dict[str, torch.Tensor]:
 def set_random_rows(rows: dict[str, torch.Tensor]) -> None:
     """Restore the generators from ``get_random_rows``; skip the device's without such a device."""
     version, *words, has_gauss, bits = rows["python"].tolist()
-    random.setstate((version, tuple(words), _value(bits) if has_gauss else None))
+    random.setstate((version, tuple(words), _bits_to_float(bits) if has_gauss else None))
     *keys, position, has_gauss, bits = rows["numpy"].tolist()
-    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, _value(bits)))
+    np.random.set_state(
+        ("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, _bits_to_float(bits))
+    )
     torch.set_rng_state(rows["torch"])
     device = default_device()
     if "device" in rows and device.type != "cpu":
@@ -198,5 +200,5 @@ def _float_to_bits(value: float) -> int:
     return int(np.float64(value).view(np.int64))
 
 
-def _value(bits: int) -> float:
+def _bits_to_float(bits: int) -> float:
     return float(np.int64(bits).view(np.float64))

@@ -20,7 +20,7 @@ from zerostart.live.full_tensors import gather_tensor
 from zerostart.live.model import LogicalTensor, inner_module
 from zerostart.recipe import spelling
 from zerostart.state.saving.contents import Contents
-from zerostart.state.saving.writing import plain
+from zerostart.state.saving.writing import describe_share
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ def _describe_contents(
         floating = dtype is not None and shard.storage.dtype.is_floating_point
         stored_dtype = dtype if floating and dtype is not None else shard.storage.dtype
         contents.entries.append((stored, spelling(stored_dtype), shard.layout.shape))
-        outgoing = plain(stored, shard, stored_dtype)
+        outgoing = describe_share(stored, shard, stored_dtype)
         if times != 1.0 and ".lora_B." in name:
             outgoing = replace(outgoing, change=lambda _, data: (data.float() * times).to(data.dtype))
         contents.outgoing.append(outgoing)

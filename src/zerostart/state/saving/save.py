@@ -163,7 +163,7 @@ def _save_whole_model(
         memory_limit=request.memory_limit,
         before=contents.before,
     )
-    with publication.written(world, "saving the settings"):
+    with publication.open_phase(world, "saving the settings"):
         if world.rank == 0 and request.configured:
             # A model that zerostart has not loaded has no record of its source directory.
             root = record.catalog.root if record is not None and request.copied else ""
@@ -204,9 +204,9 @@ def _save_adapters(
     saved_parts = []
     for file in files:
         directory = publication.directory / file.folder
-        with publication.written(world, "making the adapter's folder"):
+        with publication.open_phase(world, "making the adapter's folder"):
             if world.rank == 0:
-                # The other ranks see the folder after ``written``, where all ranks meet.
+                # The other ranks see the folder after the phase, where all ranks meet.
                 directory.mkdir(exist_ok=True)
         written = write_tensors(
             publication,
@@ -219,7 +219,7 @@ def _save_adapters(
             metadata=file.metadata,
             memory_limit=request.memory_limit,
         )
-        with publication.written(world, "saving the adapter's configuration"):
+        with publication.open_phase(world, "saving the adapter's configuration"):
             if world.rank == 0 and written_as.configured:
                 adapted.save_config(file.name, directory)
         saved_parts.append((file.folder, written, file.contents))

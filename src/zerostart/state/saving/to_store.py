@@ -65,7 +65,7 @@ class StoreOutput:
     ) -> None:
         self._store, self._staging, self._folder, self._layout = store, staging, folder, layout
 
-    def tuned(self, memory_limit: int | None) -> tuple[int, int]:
+    def choose_chunk(self, memory_limit: int | None) -> tuple[int, int]:
         if memory_limit is not None and memory_limit < MEMORY_BYTES:
             raise ConfigError(
                 f"memory_limit={memory_limit}: a save to a store takes {MEMORY_BYTES} bytes of host memory"

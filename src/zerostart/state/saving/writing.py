@@ -68,7 +68,7 @@ class Written:
     digests: Mapping[str, str] = field(default_factory=dict)
 
 
-def plain(name: str, shard: Shard, dtype: torch.dtype | None = None) -> Outgoing:
+def describe_share(name: str, shard: Shard, dtype: torch.dtype | None = None) -> Outgoing:
     """Describe ``shard`` as the tensor ``name`` of the files, in the same layout."""
     target = Target(name, shard.layout.shape, dtype or shard.storage.dtype)
     return Outgoing(Recipe(target, geometry.whole(name, shard.layout.shape)), shard)
@@ -110,7 +110,7 @@ def write_tensors(
             layout = plan_shards(listed, max_shard_size, stem, metadata, parameters, before)
             digests = Digests(listed)
             output = publication.place.output(folder, layout)
-            chunk, threads = output.tuned(memory_limit)
+            chunk, threads = output.choose_chunk(memory_limit)
             plan, storages = plan_own_writes(layout, outgoing, chunk, output.page)
             described = repr((listed, parse_size(max_shard_size), metadata, parameters, before)).encode()
             # A rank with other tensors or files would overwrite bytes of other ranks: the checksum in the
@@ -184,7 +184,7 @@ class FileOutput:
         self._directory, self._layout = directory, layout
         self._writer: CheckpointWriter | None = None
 
-    def tuned(self, memory_limit: int | None) -> tuple[int, int]:
+    def choose_chunk(self, memory_limit: int | None) -> tuple[int, int]:
         """Return the size of a write, in bytes, and the number of threads.
 
         Raises ConfigError for a low limit.
@@ -247,7 +247,7 @@ class Publication:
         return self.place.directory
 
     @contextmanager
-    def written(self, world: World, name: str) -> Iterator[None]:
+    def open_phase(self, world: World, name: str) -> Iterator[None]:
         """Open a phase in which an OSError becomes a WriteError on all ranks."""
         with world.phase(name), write_errors(self.place.name, "nothing was saved"):
             yield
@@ -300,7 +300,7 @@ def open_publication(
             store = None if isinstance(staging, Staging) else staging
             place = Files(target) if isinstance(target, Path) else StorePlace(target, store)
             publication = Publication(place)
-            with publication.written(world, "writing the files"):
+            with publication.open_phase(world, "writing the files"):
                 place.check_visible(world)
                 yield publication
             publication.names.update(world.broadcast_object(complete, "giving the files their names"))
