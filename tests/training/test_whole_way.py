@@ -14,7 +14,7 @@ import torch
 
 from tests.documents.folders import make_folders
 from tests.training.samples.test_samples import check_alike, pictures
-from zerostart.training.samples.sampler import write_drawn
+from zerostart.training.samples.sampler import write_sample
 
 ZEROSTART = [sys.executable, "-c", "from zerostart.cli import main; main()"]
 PROMPTS = ["a cat", "the sea sleeps"]
@@ -98,7 +98,7 @@ def check_videos(found: list[torch.Tensor], folder: Path, before: Path, scratch:
     """What is in the files of ``folder`` is what ``found`` is in files of that kind, which lose a little."""
     written, others = played(folder), played(before)
     for number, frames in enumerate(found):
-        write_drawn(scratch / "found" / f"{number}", frames, fps=16)
+        write_sample(scratch / "found" / f"{number}", frames, fps=16)
     expected = played(scratch / "found")
     assert len(written) == len(expected) == len(found)
     for one, same, other in zip(written, expected, others, strict=True):

@@ -38,7 +38,7 @@ def command(
     not overwritten.
     """
     from zerostart.engines import Mesh, check_choice, default_engine
-    from zerostart.training.config.templates import described
+    from zerostart.training.config.templates import render_template
 
     chosen = check_choice(engine or default_engine(), zero_stage).for_stage(zero_stage, None, Mesh(1), None)
     if out.exists() or out.is_symlink():
@@ -46,7 +46,7 @@ def command(
     try:
         # "x", in case another process has created it meanwhile.
         with out.open("x", encoding="utf-8") as file:
-            file.write(described(family, chosen, lora))
+            file.write(render_template(family, chosen, lora))
     except OSError as error:
         raise WriteError(f"{out} cannot be written: {error.strerror}") from error
     typer.echo(f"wrote {out}")

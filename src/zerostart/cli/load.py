@@ -84,7 +84,7 @@ def _summarise(ranks: list[dict[str, Any]]) -> dict[str, Any]:
 def _print(result: dict[str, Any], text: str) -> None:
     from rich.console import Console
 
-    from zerostart.training.loop.terminal import say
+    from zerostart.cli.terminal import say
 
     console = Console()
     say(console, text)

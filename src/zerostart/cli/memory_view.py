@@ -10,7 +10,7 @@ from rich.filesize import decimal
 from rich.table import Table
 
 from zerostart.checkpoint.paths import shown_url
-from zerostart.training.loop.terminal import duration, say
+from zerostart.cli.terminal import duration, say
 
 if TYPE_CHECKING:
     from zerostart.loading.forecast import Fit, RankForecast, WorldPlan

@@ -1,4 +1,4 @@
-"""What ``zerostart train`` runs: tasks, data, loop and export.
+"""The trainer behind ``zerostart train``: tasks, data, loop and export.
 
 Extend it with a class derived from ``Task``, named by ``register_task``, and with optimizers of your own
 (``register_elementwise_optimizer``).

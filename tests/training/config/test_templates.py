@@ -13,7 +13,7 @@ from zerostart.geometry.layout import Mesh
 from zerostart.training.config.configuration import TrainConfig
 from zerostart.training.config.engine_config import engine_config
 from zerostart.training.config.load import load_config, parse_config
-from zerostart.training.config.templates import TEMPLATES, described
+from zerostart.training.config.templates import TEMPLATES, render_template
 
 ENGINES = [(name, stage) for name in ("deepspeed", "fsdp2") for stage in range(4)]
 
@@ -33,7 +33,7 @@ def undone(text: str) -> str:
 def test_what_is_written_is_taken(family: str, tmp_path: Path) -> None:
     for number, (name, stage) in enumerate(ENGINES):
         for lora in (False, True):
-            text = described(family, engine(name, stage), lora)
+            text = render_template(family, engine(name, stage), lora)
             path = tmp_path / f"{number}{lora}.yaml"
             path.write_text(text)
             config = load_config(path)

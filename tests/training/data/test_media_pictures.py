@@ -12,7 +12,7 @@ from tests.training.data.media_files import CHINA
 from zerostart.errors import ConfigError
 from zerostart.training.data.media import (
     MediaFile,
-    fitted,
+    fit_picture,
     image_size,
     rgb_image,
     standard_sizes,
@@ -139,9 +139,11 @@ def test_standard_sizes_fit(max_pixels, multiple_of):
 def test_scaling_and_cropping():
     with Image.open(CHINA) as picture:
         half = picture.resize((320, 214), Image.Resampling.BILINEAR)
-        assert fitted(picture, (427, 640)) == picture  # nothing to be done
+        assert fit_picture(picture, (427, 640)) == picture  # nothing to be done
         whole = np.asarray(picture)
-        assert (np.asarray(fitted(picture, (427, 400))) == whole[:, 120:520]).all()
-        assert (np.asarray(fitted(picture, (400, 640))) == whole[14:414]).all()  # of 13.5 pixels, to the even
-        assert (np.asarray(fitted(picture, (208, 320))) == np.asarray(half)[3:211]).all()
-        assert fitted(picture, (1024, 1024)).size == (1024, 1024)
+        assert (np.asarray(fit_picture(picture, (427, 400))) == whole[:, 120:520]).all()
+        assert (
+            np.asarray(fit_picture(picture, (400, 640))) == whole[14:414]
+        ).all()  # of 13.5 pixels, to the even
+        assert (np.asarray(fit_picture(picture, (208, 320))) == np.asarray(half)[3:211]).all()
+        assert fit_picture(picture, (1024, 1024)).size == (1024, 1024)

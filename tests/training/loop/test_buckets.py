@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.drawn import examples
 from zerostart.training.config.configuration import CheckpointConfig, TrainingConfig
 from zerostart.training.loop import checkpoints
-from zerostart.training.loop.batches import Buckets, epochs_as_steps
+from zerostart.training.loop.batches import Buckets, convert_epochs
 from zerostart.training.loop.checkpoints import Checkpoints
 
 SHAPES = st.lists(st.integers(0, 4), min_size=1, max_size=60)
@@ -61,7 +61,7 @@ def test_a_step_has_the_same_examples_on_any_number_of_ranks(shapes, batch_size,
         own = []
         for rank in range(ranks):
             buckets = Buckets(shapes, batch_size, step, seed)
-            buckets.pass_over(steps * step)
+            buckets.skip(steps * step)
             shard = BatchSamplerShard(buckets, ranks, rank) if ranks > 1 else buckets
             own.append(epoch_of(shard if ranks == 1 else _Told(shard, buckets), epoch))
             assert epoch_of(buckets, epoch) == whole  # one pass alone begins later
@@ -149,7 +149,7 @@ def test_epochs_are_the_steps_that_going_over_the_data_takes(shapes, ranks, accu
     batches = Buckets(shapes, batch_size, ranks * accumulation, 0)
     each = [len(list(BatchSamplerShard(batches, ranks, rank, even_batches=True))) for rank in range(ranks)]
     train = TrainingConfig(epochs=epochs, batch_size=batch_size, accumulation=accumulation, seed=0)
-    made = epochs_as_steps(_Items(shapes), train, ranks)
+    made = convert_epochs(_Items(shapes), train, ranks)
     assert [made.steps] * ranks == [max(1, -(-epochs * rounds // accumulation)) for rounds in each]
 
 

@@ -10,7 +10,7 @@ from tests.ranks import run_ranks
 from tests.training.language import CAUSAL, MASKED
 from zerostart.distributed.world import World
 from zerostart.training.config.load import parse_config
-from zerostart.training.loop.course import changes, course_of
+from zerostart.training.loop.course import changes, describe_course
 
 GIVEN = {
     "model": {"source": "m"},
@@ -27,7 +27,7 @@ def changed(**sections):
 
 
 def course(config, data="digest"):
-    return course_of(dict(config), nn.Linear(2, 2), data, World(0, 1, None))
+    return describe_course(dict(config), nn.Linear(2, 2), data, World(0, 1, None))
 
 
 def between(before, now):
@@ -81,15 +81,15 @@ def of_lora(source, other, lora):
     """The course of a LoRA of ``source``, and what that of ``lora``, and one of ``other``, departs in."""
     import zerostart
     from zerostart.distributed.world import current_world
-    from zerostart.training.adapt.trained import choose_trained
+    from zerostart.training.adapt.trained import select_parameters
 
     found = []
     base = {"rank": 2, "targets": ["q_proj", "v_proj"]}
     for path, settings in ((source, base), (source, {**base, **lora}), (other, base)):
         config = changed(model={"source": str(path)}, lora=settings, engine={"name": "fsdp2"})
         model = zerostart.load(path, engine="fsdp2", progress=False)
-        choose_trained(model, config.train, config.lora, "no", current_world())
-        found.append(course_of(dict(config), model, "digest", current_world()))
+        select_parameters(model, config.train, config.lora, "no", current_world())
+        found.append(describe_course(dict(config), model, "digest", current_world()))
     return [changes(found[0], one) for one in found]
 
 

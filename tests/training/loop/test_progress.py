@@ -7,10 +7,10 @@ import pytest
 import torch
 from transformers import get_scheduler
 
+from zerostart.cli.terminal import duration
 from zerostart.training.config.configuration import Schedule, TrainingConfig
 from zerostart.training.loop.progress import Display
 from zerostart.training.loop.session import learning_rate_schedule
-from zerostart.training.loop.terminal import duration
 
 GIGA = 2**30
 

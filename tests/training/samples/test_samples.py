@@ -16,8 +16,8 @@ from zerostart.errors import ConfigError
 from zerostart.training.config.configuration import SamplesConfig
 from zerostart.training.config.load import parse_config
 from zerostart.training.loop.runner import train
-from zerostart.training.samples.pipeline import Drawing
-from zerostart.training.samples.sampler import batches_of, open_drawing, write_drawn
+from zerostart.training.samples.pipeline import SamplePipeline
+from zerostart.training.samples.sampler import divide_prompts, write_sample
 
 PROMPTS = ["a cat", "the sea", "the cat sleeps"]
 ENGINES: dict[str, dict[str, Any]] = {
@@ -151,7 +151,7 @@ def test_videos_are_written_to_be_played(tmp_path: Path) -> None:
     av = pytest.importorskip("av")
     frames = torch.zeros(5, 3, 33, 48)
     frames[:, 0] = torch.linspace(0, 1, 5).view(5, 1, 1)
-    path = write_drawn(tmp_path / "clip", frames, fps=8)
+    path = write_sample(tmp_path / "clip", frames, fps=8)
     assert path.suffix == ".mp4"
     with av.open(str(path)) as container:
         stream = container.streams.video[0]
@@ -165,7 +165,7 @@ def test_videos_are_written_to_be_played(tmp_path: Path) -> None:
 def test_batches_have_prompts_of_one_shape() -> None:
     lengths = [3, 4, 3, 3, 4, 5]
     prompts = [{"prompt_embeds": torch.zeros(length, 2)} for length in lengths]
-    batches = batches_of(prompts, 2)
+    batches = divide_prompts(prompts, 2)
     assert sorted(number for batch in batches for number in batch) == list(range(6))
     assert all(len({lengths[number] for number in batch}) == 1 and len(batch) <= 2 for batch in batches)
 
@@ -173,16 +173,20 @@ def test_batches_have_prompts_of_one_shape() -> None:
 @pytest.mark.parametrize(
     ("index", "settings", "words"),
     [
-        ({"_class_name": "WanImageToVideoPipeline"}, {}, "starts from pictures; name one for each prompt in"),
-        ({"_class_name": "FluxPipeline"}, {"images": [str(CHINA)]}, "FluxPipeline draws from text alone"),
+        ({"_class_name": "WanImageToVideoPipeline"}, {}, "starts from pictures: name one for each prompt in"),
+        ({"_class_name": "FluxPipeline"}, {"images": [str(CHINA)]}, "FluxPipeline draws from texts only"),
         ({"_class_name": "WanVACEPipeline"}, {}, "WanVACEPipeline takes more .video"),
         ({"_class_name": "FluxKontextPipeline"}, {"images": ["no.png"]}, "no.png: no such file"),
         (
             {"_class_name": "WanPipeline", "boundary_ratio": 0.9},
             {},
-            "two experts, of which .* has transformer alone",
+            "two experts, of which .* has only transformer",
         ),
-        ({"_class_name": "FluxPipeline"}, {"num_frames": 5}, "num_frames: FluxPipeline draws pictures"),
+        (
+            {"_class_name": "FluxPipeline"},
+            {"num_frames": 5},
+            "FluxPipeline draws pictures: leave samples.num_frames",
+        ),
         ({"_class_name": "FluxPipeline", "vae": [None, None]}, {}, "has no vae to draw with"),
         ({"_class_name": "FluxPipeline"}, {}, "has no scheduler, which drawing needs"),
     ],
@@ -196,20 +200,17 @@ def test_what_cannot_be_drawn_is_refused(
         (tmp_path / name / "config.json").write_text("{}")
     (tmp_path / "model_index.json").write_text(json.dumps({**parts, **index}))
     with pytest.raises(ConfigError, match=words):
-        Drawing(str(tmp_path), "transformer", SamplesConfig(prompts=["a"], **settings))
+        SamplePipeline(str(tmp_path), "transformer", SamplesConfig(prompts=["a"], **settings))
 
 
 def test_one_model_draws_nothing(flux: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no model_index\.json"):
-        Drawing(str(flux / "transformer"), "transformer", SamplesConfig(prompts=["a"]))
+        SamplePipeline(str(flux / "transformer"), "transformer", SamplesConfig(prompts=["a"]))
 
 
 def test_averaged_weights_have_to_be_there(flux: Path, tmp_path: Path) -> None:
-    config = parse_config(configured(flux, "FSDP2", tmp_path, with_ema=True))
-    with pytest.raises(
-        ConfigError, match=r"samples\.with_ema: the run has no averaged weights; add the section ema"
-    ):
-        open_drawing(config.samples, config.model, config.ema is not None)
+    with pytest.raises(ConfigError, match=r"samples\.with_ema: the run has no averaged weights; add"):
+        parse_config(configured(flux, "FSDP2", tmp_path, with_ema=True))
 
 
 def test_what_cannot_be_drawn_is_refused_before_anything_is_encoded(flux: Path, tmp_path: Path) -> None:
@@ -220,6 +221,6 @@ def test_what_cannot_be_drawn_is_refused_before_anything_is_encoded(flux: Path, 
     folder.mkdir()
     Image.new("RGB", (16, 16)).save(folder / "one.png")
     values |= {"task": {"name": "flow-matching"}, "media": {"source": str(folder)}}
-    with pytest.raises(ConfigError, match=r"num_frames: FluxPipeline draws pictures"):
+    with pytest.raises(ConfigError, match=r"FluxPipeline draws pictures"):
         train(parse_config(values))
     assert not (tmp_path / "out" / "cache").exists()

@@ -32,8 +32,8 @@ def run(values: dict[str, Any]) -> Any:
     from zerostart.training.loop.runner import train
     from zerostart.training.samples import sampler
 
-    write = sampler.write_drawn
-    sampler.write_drawn = lambda path, frames, fps: write(path, side_by_side(frames), fps)
+    write = sampler.write_sample
+    sampler.write_sample = lambda path, frames, fps: write(path, side_by_side(frames), fps)
     small_areas()
     return train(parse_config(values))
 

@@ -1,1 +1,1 @@
-"""What is trained of a model, and what is exported of it: LoRA, freezing, averages."""
+"""LoRA, freezing, averages, and the export of trained models."""

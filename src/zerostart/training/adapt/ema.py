@@ -1,8 +1,7 @@
-"""An exponential moving average of what is trained, in shards: each rank averages what its optimizer steps.
+"""Average the trained weights in shards: each rank averages its optimizer's elements.
 
-Of mixed precision it follows the fp32 masters. The arithmetic is that of diffusers' ``EMAModel``, element by
-element, so that no rank needs what another has. Parameters that are not trained have no average, and are what
-they are.
+With mixed precision these are the fp32 masters. The arithmetic is that of diffusers' ``EMAModel``, element by
+element. Frozen parameters have no average.
 """
 
 from __future__ import annotations
@@ -21,20 +20,20 @@ from zerostart.live.training import LiveTraining, StateTensor, member_shard
 from zerostart.state.saving.contents import TensorOverrides
 from zerostart.training.config.configuration import EmaConfig
 
-#: What averages are called in a training checkpoint.
+#: Key of averages in a training checkpoint.
 KEY = "ema"
-#: Elements that are averaged at once: what this takes beside them is as many.
-_CHUNK = 1 << 22
+#: Elements averaged at once, which need as much temporary memory.
+_CHUNK_ELEMENTS = 1 << 22
 
 
 @dataclass(frozen=True)
-class _Followed:
-    """One run of elements of a parameter that this rank steps, and the average of it."""
+class _Averaged:
+    """Consecutive elements of a parameter that this rank steps, and their average."""
 
     name: str
     stepped: Stepped
     member: Member
-    shard: Shard  # of the parameter, whose storage may be another
+    shard: Shard  # of the parameter
     average: torch.Tensor
 
     @property
@@ -43,100 +42,95 @@ class _Followed:
 
 
 class Ema:
-    """The average of one run, from when it is made on; as the weights are then."""
+    """The average of one run; it starts from the weights at its creation."""
 
     def __init__(
         self, config: EmaConfig, model: nn.Module, optimizer: torch.optim.Optimizer | None, world: World
     ) -> None:
-        """``model`` and ``optimizer`` are as ``zerostart.save_state`` takes them."""
+        """``model`` and ``optimizer`` are those for ``zerostart.save_state``."""
         training = LiveTraining(model, optimizer, world)
         self.config = config
         self.updates = 0
         # A tied name is saved with the average of the parameter that it shares.
         self._ties = training.ties
-        self._followed = [
-            self._follow(step, member, training) for step in training.steps for member in step.members
+        self._averaged = [
+            self._average(step, member, training) for step in training.steps for member in step.members
         ]
 
-    def _follow(self, stepped: Stepped, member: Member, training: LiveTraining) -> _Followed:
+    def _average(self, stepped: Stepped, member: Member, training: LiveTraining) -> _Averaged:
         name = training.name_of(member.parameter)
         shard = training.shards[name]
         storage = member_shard(member, shard, stepped.tensor).storage
-        # In bf16 a small difference times 1 - decay would be rounded away.
+        # In bf16 small differences would be rounded away.
         kind = torch.promote_types(storage.dtype, torch.float32)
-        # `host` costs a copy of the weights over the bus at each update, and no device memory.
         device = storage.device if self.config.place == "device" else torch.device("cpu")
-        # A copy also where dtype and device are the same already: the optimizer writes into the other.
         average = storage.detach().to(device, kind, copy=True)
-        return _Followed(name, stepped, member, shard, average)
+        return _Averaged(name, stepped, member, shard, average)
 
     @torch.no_grad()
     def update(self) -> None:
-        """Let the average follow the weights, after a step of the optimizer; every rank by itself."""
+        """Move the average towards the weights after an optimizer step; each rank by itself."""
         self.updates += 1
-        # Counted first: updates have numbers from 1, and a resumed run goes on with the number it had.
-        left = 1 - self.config.decay_of(self.updates)
-        for one in self._followed:
-            # Asked for at each update: an engine may have put the weights into other memory since.
+        weight = 1 - self.config.decay_of(self.updates)
+        for one in self._averaged:
+            # An engine may have moved the weights to other memory.
             storage = one.source.storage.detach()
-            # In pieces, since the difference takes as much memory as what is averaged at once.
-            for first in range(0, storage.numel(), _CHUNK):
-                average = one.average[first : first + _CHUNK]
-                now = storage[first : first + _CHUNK].to(average.device, average.dtype)
-                # In this order, as diffusers does: the same bits.
-                average.sub_((average - now).mul_(left))
+            for first in range(0, storage.numel(), _CHUNK_ELEMENTS):
+                average = one.average[first : first + _CHUNK_ELEMENTS]
+                now = storage[first : first + _CHUNK_ELEMENTS].to(average.device, average.dtype)
+                # diffusers' order of operations: the same bits.
+                average.sub_((average - now).mul_(weight))
 
     @property
     def averages(self) -> list[StateTensor]:
-        """The averages, for a training checkpoint: to be written, or to be filled."""
+        """The averages of a training checkpoint, to be written or filled."""
         return [
-            StateTensor(one.name, KEY, replace(one.source, storage=one.average)) for one in self._followed
+            StateTensor(one.name, KEY, replace(one.source, storage=one.average)) for one in self._averaged
         ]
 
     @property
     def overrides(self) -> TensorOverrides:
-        """The averages, to be saved in the place of the weights."""
+        """The averages, to be saved instead of the weights."""
         return TensorOverrides({one.name: one.shard for one in self.averages}, self._ties)
 
     @contextmanager
     def applied(self, model: nn.Module, world: World) -> Iterator[None]:
-        """Inside, the weights of ``model`` are the average, rounded to what the model is held in; collective.
+        """Replace the weights of ``model`` by the rounded average inside the block; collective.
 
-        Nothing is to be trained, or saved, there. After an error the run is over: what ranks write together
-        is not put back, for the others may be waiting elsewhere.
+        Nothing may be trained or saved in the block. After an error the run is over: masters are not
+        restored.
         """
-        # What the optimizer steps itself has its only copy in the model.
-        own = [(one, one.source.storage) for one in self._followed if one.stepped.is_parameter]
-        # On the host: the device may have no room for the weights a second time.
+        # The model has the only copy of parameters that the optimizer steps itself.
+        own = [(one, one.source.storage) for one in self._averaged if one.stepped.is_parameter]
+        # On the host: the device may have no room for a copy.
         copies = [(storage, storage.detach().to("cpu", copy=True)) for _, storage in own]
-        _put({one.name: (one.source, one.average) for one in self._followed}, model, world)
+        _write_weights({one.name: (one.source, one.average) for one in self._averaged}, model, world)
         try:
             yield
         finally:
             with torch.no_grad():
-                # By every rank for itself, and so also after an error.
+                # No collective, so also after an error.
                 for storage, copy in copies:
                     storage.copy_(copy)
-        # Where masters are stepped the model's own values are theirs, rounded: they are rounded again, and
-        # need no copy.
+        # Stepped masters need no copy: the model has their rounded values.
         masters = {
             one.name: (one.source, one.source.storage.detach())
-            for one in self._followed
+            for one in self._averaged
             if not one.stepped.is_parameter
         }
-        _put(masters, model, world)
+        _write_weights(masters, model, world)
 
 
 @torch.no_grad()
-def _put(values: dict[str, tuple[Shard, torch.Tensor]], model: nn.Module, world: World) -> None:
+def _write_weights(values: dict[str, tuple[Shard, torch.Tensor]], model: nn.Module, world: World) -> None:
     live = LiveModel(model, world)
-    # First: a parameter that is still gathered from the last forward would be used in the place of its shard.
+    # A parameter that is still gathered from the last forward would hide its shard.
     live.drop_gathered()
-    # The same names in the same order on every rank, for each may need a sum over the ranks below.
+    # In the same order on every rank: each may need a sum over the ranks below.
     trained = [name for name, parameter in live.parameters.items() if parameter.requires_grad]
-    # Where ranks step parts of what each has whole, a part is not all that has to be written.
+    # ZeRO 1 and 2: ranks step parts of parameters that each has whole.
     parts = [n for n, (share, _) in values.items() if share.layout.numel != live.shards[n].layout.numel]
-    # All ranks take part for each of these, also one that steps nothing of it.
+    # All ranks take part, also one that steps nothing of a parameter.
     mine = torch.tensor([name in parts for name in trained], dtype=torch.int64, device="cpu")
     divided = world.all_reduce_sum(mine, "looking for weights that ranks step in parts").tolist()
     for name, count in zip(trained, divided, strict=True):
@@ -148,14 +142,12 @@ def _put(values: dict[str, tuple[Shard, torch.Tensor]], model: nn.Module, world:
 
 
 def _joined(whole: Shard, value: tuple[Shard, torch.Tensor] | None, world: World) -> torch.Tensor:
-    # Every rank has all elements here (ZeRO 1 and 2 step parts of whole parameters); in fp32, as averages and
-    # masters are.
     joined = torch.zeros(whole.storage.numel(), dtype=torch.float32, device=whole.storage.device)
     if value is not None:
         share, elements = value
         for start, count, place in share.layout.runs():
             joined[start : start + count] = elements[place : place + count]
-    # Runs of ranks do not overlap and the rest is zero: the sum is the whole, to the bit.
+    # The parts of ranks do not overlap, so the sum is exact.
     if torch.distributed.is_initialized():
         torch.distributed.all_reduce(joined)
     return joined

@@ -1,4 +1,4 @@
-"""Save the trained model of a run: whole, only trained tensors, or a LoRA, in the chosen format.
+"""Save a trained model whole, its trained tensors or its LoRA, in the chosen format.
 
 Nothing is gathered: each rank writes its own bytes in every format (``zerostart.save``).
 """
@@ -39,7 +39,10 @@ _FORMAT = "output.format"
 
 
 class Exporter:
-    """Saves ``model`` of a run into ``directory`` in the format of ``output``; ``adapted``: it has a LoRA."""
+    """Saves the trained model of a run into its output directory.
+
+    ``output`` has the format; ``adapted``: the model has a LoRA.
+    """
 
     def __init__(
         self, model: nn.Module, output: OutputConfig, adapted: bool, task: Task, directory: Path
@@ -70,10 +73,7 @@ class Exporter:
         self._save(folder, folder / AVERAGE, step, ema)
 
     def save_final(self, step: int, ema: Ema | None) -> None:
-        """Save the model after the last ``step``, its average, and the other files of the task; collective.
-
-        Complete files replace those of an earlier run.
-        """
+        """Save the final model, its average, and the other files of the task; collective."""
         # The model before the task's files: an index names models that are complete.
         self._save(self._task.saved_in(self._directory), self._directory / AVERAGE, step, ema)
         world = current_world()

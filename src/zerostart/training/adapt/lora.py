@@ -1,8 +1,7 @@
-"""LoRA of a sharded model: which modules are adapted, what adapters begin with, and how they get there.
+"""Add LoRA adapters to a sharded model, and choose the modules that get them.
 
-The adapters are PEFT's, put into the model in place once it is loaded: its class, its forward and its own
-shards stay. What an adapter begins with is drawn from the run's seed alone, on the CPU, so that it is the
-same on every rank, and what one process draws.
+PEFT injects the adapters into the loaded model in place. Their initial values are drawn from the run's seed
+on the CPU: the same on every rank, and for any number of ranks.
 """
 
 from __future__ import annotations
@@ -25,99 +24,91 @@ _ADAPTABLE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)
 
 
 def add_lora(model: nn.Module, config: LoraConfig, seed: int) -> tuple[str, ...]:
-    """Put adapters into the loaded ``model`` and freeze everything else; gives the adapted modules' names.
+    """Add adapters to ``model``, freeze everything else, and return the adapted modules' names.
 
-    The same on every rank. They are whole until the engine has the model. Raises ConfigError where PEFT is
-    not installed, and for targets that name nothing.
+    The adapters are whole on every rank. Raises ConfigError if PEFT is not installed, and for targets that
+    match nothing.
     """
     try:
         from peft import LoraConfig as PeftConfig
         from peft import inject_adapter_in_model
     except ImportError as error:
         raise ConfigError(f"lora needs PEFT: pip install zerostart[peft] ({error})") from error
-    # Names are resolved before PEFT sees them: it knows neither DiffSynth's names nor these patterns.
+    # PEFT knows neither DiffSynth's names nor these patterns.
     targets = lora_targets(model, config)
-    given: Any = PeftConfig(
+    peft_config: Any = PeftConfig(
         r=config.rank,
         lora_alpha=config.rank if config.alpha is None else config.alpha,  # type: ignore[arg-type]
         lora_dropout=config.dropout,
         target_modules=list(targets),
-        exclude_modules=_meant_besides(model, targets) or None,
+        exclude_modules=_other_matches(model, targets) or None,
         init_lora_weights=True if config.init == "default" else config.init,
     )
-    # The run's own random states stay as they were, so that a run with adapters draws its data as one without
-    # does.
+    # The run's random states stay as they are.
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(seed)
-        inject_adapter_in_model(given, model, adapter_name=ADAPTER)
+        inject_adapter_in_model(peft_config, model, adapter_name=ADAPTER)
     return targets
 
 
-def _meant_besides(model: nn.Module, targets: Sequence[str]) -> list[str]:
+def _other_matches(model: nn.Module, targets: Sequence[str]) -> list[str]:
+    """Return modules that PEFT would adapt too, as they end with a target's name."""
     ends = tuple(f".{target}" for target in targets)
     return [name for name, _ in model.named_modules() if name.endswith(ends) and name not in targets]
 
 
 def lora_targets(model: nn.Module, config: LoraConfig) -> tuple[str, ...]:
-    """The names of the modules of ``model`` that ``config`` adapts, in the model's order.
+    """Return the names of the modules that ``config`` adapts, in the model's order.
 
-    Raises ConfigError, naming the entry, for one that no module has.
+    Raises ConfigError that names an entry without a module.
     """
     modules = {name: module for name, module in model.named_modules() if _is_adaptable(module)}
-    chosen = _chosen(model, modules, config.targets)
+    chosen = _choose(model, modules, config.targets)
     if not chosen:
         raise ConfigError(
             f"lora.targets {config.targets!r} matches no layer of this {type(model).__name__}; it "
             f"has, for example, {', '.join(list(modules)[:4]) or 'none that can be adapted'}"
         )
-    # Entries to exclude that name nothing are errors, too: a misspelt one would adapt what it was to spare.
-    excluded = [set(_matching(modules, entry)) for entry in config.exclude]
-    for entry, found in zip(config.exclude, excluded, strict=True):
-        if not found:
+    for entry in config.exclude:
+        # A misspelt entry would exclude nothing.
+        if not any(_matches(name, entry) for name in modules):
             raise ConfigError(f"lora.exclude has {entry!r}, but no layer of the model has that name")
-    left = tuple(name for name in modules if name in chosen and not any(name in found for found in excluded))
-    if not left:
+    kept_names = [name for name in modules if name in chosen]
+    kept_names = [name for name in kept_names if not any(_matches(name, entry) for entry in config.exclude)]
+    if not kept_names:
         raise ConfigError("lora.exclude leaves out all of lora.targets")
-    return left
+    return tuple(kept_names)
 
 
 def _is_adaptable(module: nn.Module) -> bool:
     return isinstance(module, _ADAPTABLE) or type(module).__name__ == "Conv1D"  # transformers' linear layer
 
 
-def _chosen(model: nn.Module, modules: Mapping[str, nn.Module], targets: str | list[str]) -> set[str]:
+def _choose(model: nn.Module, modules: Mapping[str, nn.Module], targets: str | list[str]) -> set[str]:
+    own = {name: name for name in modules}
     if isinstance(targets, list):
-        return _all_matching({name: name for name in modules}, targets)
+        return _find_matches(own, targets)
     names = find_known_names(model)
+    theirs = own if names is None else {name: names.of(name) for name in modules}
     if targets in ("auto", ""):
-        # A model that DiffSynth has not: what lies in its lists of blocks, and neither embeddings nor head.
-        if names is None:
-            return set(_in_blocks(model, modules))
-        return _as_scripts(model, modules, names.targets, strict=False)
-    return _as_scripts(model, modules, targets)
-
-
-def _as_scripts(
-    model: nn.Module, modules: Mapping[str, nn.Module], targets: str, strict: bool = True
-) -> set[str]:
+        return _in_blocks(model, modules) if names is None else _find_matches(theirs, names.targets, False)
+    # All entries in DiffSynth's names or all in the model's: half a list of each would adapt too much.
     entries = [entry.strip() for entry in targets.split(",") if entry.strip()]
-    names = find_known_names(model)
-    if names is not None:
-        # All entries by one way of naming or all by the other: half of a list by each would adapt what nobody
-        # asked for.
-        theirs = {name: names.of(name) for name in modules}
-        if not strict or all(any(_is(shown, entry) for shown in theirs.values()) for entry in entries):
-            return _all_matching(theirs, entries, strict)
-    return _all_matching({name: name for name in modules}, entries, strict)
+    in_theirs = all(any(_matches(shown, entry) for shown in theirs.values()) for entry in entries)
+    return _find_matches(theirs if in_theirs else own, entries)
 
 
-def _all_matching(shown: Mapping[str, str], entries: Iterable[str], strict: bool = True) -> set[str]:
+def _find_matches(shown: Mapping[str, str], entries: str | Iterable[str], strict: bool = True) -> set[str]:
+    """Return the modules whose ``shown`` name matches an entry.
+
+    If ``strict``, raises ConfigError for an entry without a match.
+    """
     chosen: set[str] = set()
-    for entry in entries:
-        found = {name for name, other in shown.items() if _is(other, entry)}
-        if not found and strict:
-            # Layers in repeated blocks first: these are the ones that are adapted.
+    for entry in entries.split(",") if isinstance(entries, str) else entries:
+        matches = {name for name, other in shown.items() if _matches(other, entry)}
+        if not matches and strict:
             ends = sorted({other.rpartition(".")[2] for other in shown.values()})
+            # Layers in repeated blocks first.
             blocks = sorted(shown.values(), key=lambda other: not any(map(str.isdigit, other.split("."))))
             close = get_close_matches(entry.rpartition(".")[2], ends, n=1, cutoff=0.6)
             raise ConfigError(
@@ -125,23 +116,19 @@ def _all_matching(shown: Mapping[str, str], entries: Iterable[str], strict: bool
                 + (f"did you mean {close[0]}? Its" if close else "its")
                 + f" layers are, for example, {', '.join(blocks[:4])}"
             )
-        chosen |= found
+        chosen |= matches
     return chosen
 
 
-def _matching(names: Iterable[str], entry: str) -> list[str]:
-    return [name for name in names if _is(name, entry)]
-
-
-def _is(name: str, entry: str) -> bool:
+def _matches(name: str, entry: str) -> bool:
     if any(character in entry for character in "*?["):
         return fnmatchcase(name, entry) or fnmatchcase(name, f"*.{entry}")
-    # After a dot alone: `q` is the end of `attn.q`, and not that of `freq`.
+    # Only after a dot: `q` matches `attn.q`, but not `freq`.
     return name == entry or name.endswith(f".{entry}")
 
 
-def _in_blocks(model: nn.Module, modules: Mapping[str, nn.Module]) -> Sequence[str]:
-    """Linear layers inside of lists of modules: not embeddings, nor the head."""
-    lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
-    linear = [name for name, module in modules.items() if not isinstance(module, nn.Embedding)]
-    return [name for name in linear if any(name.startswith(f"{outer}.") for outer in lists)]
+def _in_blocks(model: nn.Module, modules: Mapping[str, nn.Module]) -> set[str]:
+    """Return the linear layers in lists of modules, without embeddings and head."""
+    lists = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, nn.ModuleList))
+    linear = (name for name, module in modules.items() if not isinstance(module, nn.Embedding))
+    return {name for name in linear if name.startswith(lists)}

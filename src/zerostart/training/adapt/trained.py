@@ -1,4 +1,4 @@
-"""Choosing what a run trains: the whole loaded model, the parameters that are named, or a LoRA."""
+"""Choose the parameters that a run trains: all, those named, or a LoRA."""
 
 from __future__ import annotations
 
@@ -20,23 +20,22 @@ if TYPE_CHECKING:
     from zerostart.training.config.configuration import LoraConfig, TrainingConfig
 
 
-def choose_trained(
+def select_parameters(
     model: nn.Module, train: TrainingConfig, lora: LoraConfig | None, precision: str, world: World
 ) -> str | None:
-    """Freeze the loaded ``model`` but for what a run trains, adding that where it is a LoRA; collective.
+    """Freeze the untrained parameters of the loaded ``model``, or add a LoRA; collective.
 
-    Before the engine has the model. Gives what is trained in words; None for all of it. Raises ConfigError,
-    and of a LoRA file CheckpointError and CheckpointNotFoundError, on every rank.
+    Called before the engine wraps the model. Returns a summary; None if all parameters are trained. Raises
+    ConfigError, and for a LoRA file CheckpointError and CheckpointNotFoundError, on every rank.
     """
     if train.trainable is not None:
         with world.phase("freezing what is not trained"):
-            train_only(model, train.trainable)
+            freeze_others(model, train.trainable)
         return f"trained: {_counted(model)}"
     if lora is None:
         return None
     with world.phase("adding LoRA"):
-        # Drawn from the seed on every rank alike, filled from a file while each rank has all of a factor, and
-        # sharded last.
+        # Factors are the same on every rank, filled from a file while they are whole, and sharded last.
         adapted = add_lora(model, lora, train.seed)
     if lora.start_from is not None:
         start_from(model, adapted, lora, world)
@@ -47,8 +46,8 @@ def choose_trained(
 
 
 @torch.no_grad()
-def round_to(model: nn.Module, dtype: torch.dtype) -> None:
-    """Round the parameters of ``model`` to what ``dtype`` holds, in the dtype that they have."""
+def round_parameters(model: nn.Module, dtype: torch.dtype) -> None:
+    """Round the values of ``model`` to ``dtype``, without changing the dtype of its parameters."""
     for parameter in model.parameters():
         if parameter.is_floating_point():
             parameter.copy_(parameter.to(dtype))
@@ -57,44 +56,40 @@ def round_to(model: nn.Module, dtype: torch.dtype) -> None:
 def _counted(model: nn.Module) -> str:
     trained = every = 0
     for parameter in model.parameters():
-        # A shard tells its own size; the whole parameter's is counted, and so is the same on every rank.
         shape = full_shape(parameter)
         every += shape.numel()
         trained += shape.numel() * parameter.requires_grad
     return f"{trained:,} of {every:,} parameters"
 
 
-def train_only(model: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
-    """Freeze the parameters of the loaded ``model`` but for those that ``patterns`` name; gives their names.
+def freeze_others(model: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
+    """Freeze all parameters except those that match ``patterns``, and return their names.
 
-    A pattern is the name of a parameter or of a module that it is in, with ``*`` for any characters. Raises
-    ConfigError, naming it, for one that no parameter has.
+    A pattern is the name of a parameter or of a module around it, with ``*`` for any characters. Raises
+    ConfigError that names a pattern without a match.
     """
     unused, trained = dict.fromkeys(patterns), []
     for given, parameter in model.named_parameters():
         name = plain_name(given)
-        found = [pattern for pattern in patterns if any(fnmatchcase(part, pattern) for part in _parts(name))]
-        for pattern in found:
-            # What is left in the end has matched nothing: patterns may overlap, so each counts for itself.
+        matches = [
+            pattern for pattern in patterns if any(fnmatchcase(part, pattern) for part in _parts(name))
+        ]
+        for pattern in matches:
             unused.pop(pattern, None)
-        parameter.requires_grad_(bool(found))
-        if found:
+        parameter.requires_grad_(bool(matches))
+        if matches:
             trained.append(name)
     if unused:
         raise ConfigError(
             f"train.trainable has {next(iter(unused))!r}, but no parameter, and no module with "
             "parameters, has that name; names are, for example, "
-            f"{', '.join(trained[:2] or _some(model))}"
+            f"{', '.join(trained[:2] or [plain_name(name) for name, _ in model.named_parameters()][:2])}"
         )
     return tuple(trained)
 
 
 def _parts(name: str) -> Iterator[str]:
-    """The name and those of the modules around it."""
+    """Yield the name and those of the modules around it."""
     while name:
         yield name
         name = name.rpartition(".")[0]
-
-
-def _some(model: nn.Module) -> list[str]:
-    return [plain_name(name) for name, _ in model.named_parameters()][:2]

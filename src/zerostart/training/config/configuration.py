@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, SerializeAsAny, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny, model_validator
 
 from zerostart.checkpoint.write.shards import parse_size
-from zerostart.errors import ConfigError
 from zerostart.training.config.sections import Count, PathText, Positive, Proportion, Section, TaskConfig
 from zerostart.training.data.media_config import MediaConfig
 
@@ -39,21 +38,6 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 Placement = Literal["shard", "replicate", "offload"]
 
 
-def _default_engine() -> str:
-    """Return the engine of a configuration that names none; raises ConfigError."""
-    from zerostart.engines import default_engine
-
-    return default_engine()
-
-
-def _size(value: int | str) -> int:
-    """Return the number of bytes in ``value``; raises ValueError if it is no size."""
-    try:
-        return parse_size(value)
-    except ConfigError as error:
-        raise ValueError(str(error)) from error
-
-
 class ModelConfig(Section):
     """The pretrained weights, and the type in which they are trained."""
 
@@ -75,11 +59,11 @@ class ModelConfig(Section):
 
 
 class EngineConfig(Section):
-    """The engine that shards the model; engines of other packages are known by their names."""
+    """The engine that shards the model."""
 
     path_keys: ClassVar[frozenset[str]] = frozenset({"config"})  # its content is compared
 
-    name: str = Field(default_factory=_default_engine)
+    name: str | None = None
     """deepspeed, fsdp2, or another package's; null: the launcher's, deepspeed if installed, or fsdp2."""
     zero_stage: int = 3
     """3: weights in shards; 1, 2: gradients and optimizer; 0: nothing (fsdp2: DistributedDataParallel)."""
@@ -90,23 +74,12 @@ class EngineConfig(Section):
     ``wrap`` (class names of the modules to shard as units).
     """
 
-    @model_validator(mode="before")
-    @classmethod
-    def _named(cls, values: Any) -> Any:
-        if isinstance(values, dict) and values.get("name", "") is None:
-            return {key: value for key, value in values.items() if key != "name"}
-        return values
-
-    @property
-    def given(self) -> str | None:
-        """The engine that the configuration names; None if it names none."""
-        return self.name if "name" in self.model_fields_set else None
-
     def chosen(self) -> Engine:
-        """Return the engine at its stage, not configured yet; raises ConfigError for an unknown one."""
-        from zerostart.engines import Mesh, check_choice
+        """Return the engine at its stage, not configured yet; raises ConfigError."""
+        from zerostart.engines import Mesh, check_choice, default_engine
 
-        return check_choice(self.name, self.zero_stage).for_stage(self.zero_stage, None, Mesh(1), None)
+        family = check_choice(self.name or default_engine(), self.zero_stage)
+        return family.for_stage(self.zero_stage, None, Mesh(1), None)
 
 
 class TrainingConfig(Section):
@@ -158,9 +131,9 @@ class TrainingConfig(Section):
     @model_validator(mode="after")
     def _long(self) -> TrainingConfig:
         if (self.steps is None) == (self.epochs is None):
-            given = "neither is given" if self.steps is None else "both are given"
+            problem = "neither is given" if self.steps is None else "both are given"
             raise ValueError(
-                f"give either steps or epochs for the length of the run, not both or neither ({given})"
+                f"give either steps or epochs for the length of the run, not both or neither ({problem})"
             )
         return self
 
@@ -172,7 +145,7 @@ class OutputConfig(Section):
 
     directory: PathText
     """Local directory of the trained model, metrics.jsonl and checkpoints."""
-    max_shard_size: str = "5GB"
+    max_shard_size: Annotated[int | str, AfterValidator(parse_size)] = "5GB"
     """Maximum size of one file."""
     overwrite: bool = False
     """true: replace a model in the directory; false: the directory must be empty."""
@@ -188,12 +161,6 @@ class OutputConfig(Section):
     """true: save the whole model with the LoRA merged into its weights."""
     every: Count = 0
     """Steps between exports to the folder exports; 0: only at the end."""
-
-    @field_validator("max_shard_size")
-    @classmethod
-    def _bytes(cls, value: str) -> str:
-        _size(value)
-        return value
 
 
 class CheckpointConfig(Section):
@@ -228,7 +195,10 @@ class LoggingConfig(Section):
 
 
 class LoraConfig(Section):
-    """Low-rank adapters, trained instead of the model: ``alpha / rank`` times a product of two factors."""
+    """Low-rank adapters, trained instead of the model.
+
+    An adapter is ``alpha / rank`` times a product of two factors.
+    """
 
     path_keys: ClassVar[frozenset[str]] = frozenset({"start_from"})
 
@@ -258,11 +228,11 @@ class LoraConfig(Section):
 
 
 class EmaConfig(Section):
-    """An fp32 average of the weights like diffusers' ``EMAModel``, saved in ``ema`` of the output directory.
+    """An fp32 average of the weights like that of diffusers' ``EMAModel``.
 
-    Update ``n`` (from 1) keeps the part ``d`` of the average: 0 up to update ``update_after_step + 1``, then,
-    with ``k = n - update_after_step - 1``, ``(1 + k) / (10 + k)``, or with ``warmup``
-    ``1 - (1 + k / inv_gamma) ** -power``; at most ``decay``, at least ``min_decay``.
+    It is saved in ``ema`` of the output directory. Update ``n`` (from 1) keeps the part ``d`` of the average:
+    0 up to update ``update_after_step + 1``, then, with ``k = n - update_after_step - 1``, ``(1 + k) / (10 +
+    k)``, or with ``warmup`` ``1 - (1 + k / inv_gamma) ** -power``; at most ``decay``, at least ``min_decay``.
     """
 
     decay: Annotated[float, Field(ge=0.0, le=1.0)] = 0.9999
@@ -284,12 +254,6 @@ class EmaConfig(Section):
     evaluate: bool = False
     """true: compute the held-out loss with the average."""
 
-    @model_validator(mode="after")
-    def _ordered(self) -> EmaConfig:
-        if self.min_decay > self.decay:
-            raise ValueError(f"min_decay {self.min_decay} is more than decay {self.decay}")
-        return self
-
     def decay_of(self, update: int) -> float:
         """Return the part of the average that update number ``update`` (from 1) keeps."""
         step = max(0, update - self.update_after_step - 1)
@@ -309,19 +273,20 @@ class CacheConfig(Section):
     source: PathText | None = None
     """The pipeline with the encoders; null: model.source."""
     placement: Placement | dict[str, Placement] | None = None
-    """Placement of all encoders, or by name: shard, replicate, offload; null: shard on several ranks."""
+    """Placement of all encoders, or by name: shard, replicate, offload; null: shard on several ranks.
+
+    The autoencoder is never sharded.
+    """
     engine: str = "fsdp2"
     """Engine of sharded encoders."""
-    device_memory_limit: int | str | None = None
+    device_memory_limit: Annotated[int, BeforeValidator(parse_size)] | None = None
     """Maximum device memory of a rank for the encoders, in bytes or as 24GB."""
     dtype: Dtype | None = None
     """Type of the text and image encoders; null: that of their files."""
     vae_dtype: Dtype | None = None
     """Type of the autoencoder; null: that of its files."""
     max_sequence_length: Positive | None = None
-    """Maximum number of tokens of a text; null: the pipeline's default."""
-    long_prompts: Literal["cut", "refuse"] = "cut"
-    """Treatment of longer texts: cut with a warning, or refuse."""
+    """Maximum number of tokens of a text, of which the rest is cut; null: the pipeline's default."""
     posterior: Literal["sample", "mode"] = "sample"
     """Latents: drawn from the autoencoder's distribution (sample), or its mode."""
     seed: Count = 0
@@ -330,26 +295,6 @@ class CacheConfig(Section):
     """Image to video: true also gives the model the last frame of each video."""
     prompts: list[str] = Field(default_factory=list)
     """Further texts to encode; the empty text always is."""
-
-    @field_validator("device_memory_limit")
-    @classmethod
-    def _bytes(cls, value: int | str | None) -> int | None:
-        return value if value is None else _size(value)
-
-    @field_validator("placement")
-    @classmethod
-    def _whole_vae(cls, value: str | dict[str, str] | None) -> str | dict[str, str] | None:
-        if isinstance(value, dict) and value.get("vae") == "shard":
-            raise ValueError(
-                "vae cannot be sharded: ranks call it a different number of times for items of "
-                "different lengths; write replicate or offload"
-            )
-        return value
-
-    @property
-    def limit(self) -> int | None:
-        """``device_memory_limit`` in bytes."""
-        return None if self.device_memory_limit is None else parse_size(self.device_memory_limit)
 
 
 class SamplesConfig(Section):
@@ -400,7 +345,10 @@ class SamplesConfig(Section):
 
 
 class TrainConfig(Section):
-    """All sections. A task uses some of ``media``, ``cache`` and ``samples`` and refuses the others."""
+    """All sections.
+
+    A task uses some of ``media``, ``cache`` and ``samples`` and refuses the others.
+    """
 
     #: Sections that only some tasks use.
     of_tasks: ClassVar[tuple[str, ...]] = ("media", "cache", "samples")
@@ -409,7 +357,7 @@ class TrainConfig(Section):
     task: SerializeAsAny[TaskConfig]
     train: TrainingConfig
     output: OutputConfig
-    engine: EngineConfig = Field(default_factory=EngineConfig)  # the default engine may change
+    engine: EngineConfig = EngineConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     resume: Annotated[str, Field(min_length=1)] | None = None
     """auto: the newest checkpoint in the output directory, if there is one; or a path."""
@@ -423,9 +371,9 @@ class TrainConfig(Section):
 
     @property
     def engine_dtype(self) -> str | None:
-        """Name of the type in which the engine keeps the model at this precision, if it has one."""
-        kept = self.engine.chosen().training_dtype(self.train.mixed_precision)
-        return None if kept is None else str(kept).removeprefix("torch.")
+        """Name of the type in which the engine keeps the model, if it has one."""
+        dtype = self.engine.chosen().training_dtype(self.train.mixed_precision)
+        return None if dtype is None else str(dtype).removeprefix("torch.")
 
     @property
     def trains_masters(self) -> bool:

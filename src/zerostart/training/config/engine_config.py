@@ -40,20 +40,20 @@ def engine_config(
 
 def user_config(engine: EngineConfig) -> dict[str, Any]:
     """Return the user's ``engine.config``, read from its file if it names one; raises ConfigError."""
-    given = engine.config
-    if isinstance(given, dict):
-        return copy.deepcopy(given)
+    value = engine.config
+    if isinstance(value, dict):
+        return copy.deepcopy(value)
     try:
-        loaded = parse_json(expanded(given).read_text(encoding="utf-8"), f"engine.config {given}")
+        loaded = parse_json(expanded(value).read_text(encoding="utf-8"), f"engine.config {value}")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"engine.config {given} is not a readable JSON file: {error}") from error
+        raise ConfigError(f"engine.config {value} is not a readable JSON file: {error}") from error
     if not isinstance(loaded, dict):
-        raise ConfigError(f"engine.config {given} is not a JSON object")
+        raise ConfigError(f"engine.config {value} is not a JSON object")
     return loaded
 
 
 def check_launcher(mixed_precision: str) -> None:
-    """Raise ConfigError if ``accelerate launch`` has set up more than the ranks of the run."""
+    """Raise ConfigError if ``accelerate launch`` has set up more than ranks."""
     if found := [name for name in _LAUNCHER_VARIABLES if is_set(name)]:
         raise ConfigError(
             f"accelerate launch has set {found[0]}, which zerostart train does not read; write the engine in "

@@ -31,9 +31,9 @@ class _CheckedConfig(TrainConfig):
         task, name = task_class(self.task.name), self.task.name
         for section in self.of_tasks:
             if getattr(self, section, None) is not None and section not in task.sections:
-                taken = ", ".join(one for one in self.of_tasks if one in task.sections) or "none of these"
+                accepted = ", ".join(one for one in self.of_tasks if one in task.sections) or "none of these"
                 raise ValueError(
-                    f"the section {section} is not for task.name {name}, which takes {taken}; leave it out"
+                    f"the section {section} is not for task.name {name}, which takes {accepted}; leave it out"
                 )
         task.check(self)
         return self
@@ -112,8 +112,8 @@ def _explain(problem: dict[str, Any], root: type[BaseModel], before: str) -> str
         return message
     value = repr(problem["input"])
     # A section is too long to show, and some messages have the value already.
-    given = "" if isinstance(problem["input"], dict) or value in message else f", not {value}"
-    return f"{key}: {message}{given}"
+    suffix = "" if isinstance(problem["input"], dict) or value in message else f", not {value}"
+    return f"{key}: {message}{suffix}"
 
 
 def _fields(location: Sequence[str], section: type[BaseModel]) -> list[str]:
@@ -122,10 +122,10 @@ def _fields(location: Sequence[str], section: type[BaseModel]) -> list[str]:
             continue
         annotation = section.model_fields[part].annotation
         kinds = (kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type))
-        found = next((kind for kind in kinds if issubclass(kind, BaseModel)), None)
-        if found is None:
+        inner = next((kind for kind in kinds if issubclass(kind, BaseModel)), None)
+        if inner is None:
             return []
-        section = found
+        section = inner
     return list(section.model_fields)
 
 
@@ -137,11 +137,11 @@ def _check_precision(config: TrainConfig) -> None:
             f"train.mixed_precision {precision} is not available with engine.name {engine.name}; use "
             f"{' or '.join(engine.precisions)}"
         )
-    kept = config.engine_dtype
-    if kept is not None and config.model.dtype not in (None, kept):
+    engine_dtype = config.engine_dtype
+    if engine_dtype is not None and config.model.dtype not in (None, engine_dtype):
         raise ValueError(
             f"model.dtype {config.model.dtype} contradicts train.mixed_precision {precision}: "
-            f"{engine.title} keeps the model in {kept} there"
+            f"{engine.title} keeps the model in {engine_dtype} there"
         )
     if config.model.dtype == "float16" and engine.steps_parameters:
         raise ValueError(
@@ -158,22 +158,20 @@ def _check_held_out(config: TrainConfig) -> None:
             "checkpoint.best compares held-out losses: hold examples out (task.held_out), and make "
             "checkpoint.every a multiple of train.evaluate_every"
         )
-    asked = {
+    uses = {
         "checkpoint.best": config.checkpoint.best,
         "train.evaluate_every": measured,
         "ema.evaluate": config.ema is not None and config.ema.evaluate,
     }
     # A task without the key may hold examples out by itself.
-    if not getattr(config.task, "held_out", True) and (
-        keys := [key for key, value in asked.items() if value]
-    ):
+    if not getattr(config.task, "held_out", True) and (keys := [key for key, value in uses.items() if value]):
         raise ValueError(
             f"{keys[0]} needs held-out examples, but there are none: set task.held_out, or leave it out"
         )
 
 
 def _check_output(config: TrainConfig) -> None:
-    """Raise ValueError for sections that contradict each other in what is trained, averaged and saved."""
+    """Raise ValueError for contradictions between training, averages, samples and output."""
     output, adapted, merge = config.output, config.lora is not None, config.output.merge
     part = adapted or output.trainable_only or output.format == "diffsynth"
     partial = output.format is not None or output.trainable_only
@@ -183,6 +181,9 @@ def _check_output(config: TrainConfig) -> None:
         "output.merge merges a LoRA, but there is no section lora: leave it out": merge and not adapted,
         "output.merge is not available with ema, which saves averaged adapters: leave one of them out": (
             merge and config.ema
+        ),
+        "samples.with_ema: the run has no averaged weights; add the section ema, or leave it out": (
+            config.samples and config.samples.with_ema and not config.ema
         ),
         "output.format peft is for adapters, and there is no section lora: leave it out": (
             output.format == "peft" and not adapted

@@ -14,7 +14,10 @@ MAX_CHARACTERS = 1 << 18
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """Return the value of a YAML document. Raises ConfigError, which ``where`` begins, naming the line."""
+    """Return the value of a YAML document.
+
+    Raises ConfigError, which ``where`` begins, naming the line.
+    """
     if len(text) > MAX_CHARACTERS:
         raise ConfigError(f"{where} has {len(text)} characters, but at most {MAX_CHARACTERS} are read")
     try:
@@ -37,11 +40,11 @@ def parse_json(text: str, where: str) -> Any:
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """PyYAML's safe loader, which refuses a second value for a key: PyYAML would drop the first."""
+    """PyYAML's safe loader, but it refuses a second value for a key."""
 
     def compose_mapping_node(self, anchor: dict[str, yaml.Node]) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
-        # By tag and text: ``1`` and ``"1"`` are two keys.
+        # ``1`` and ``"1"`` differ by their tags.
         first: dict[tuple[str, str], int] = {}
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):

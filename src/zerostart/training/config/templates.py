@@ -1,4 +1,4 @@
-"""The files that ``zerostart config`` writes: what most runs change, and every other key as a comment.
+"""Write the files of ``zerostart config``: keys that most runs change, the others as comments.
 
 Names, order and defaults come from the fields of the sections.
 """
@@ -28,7 +28,6 @@ _DIFFUSION: Mapping[str, object] = {
     "task.name": "flow-matching",
     "train.steps": 1000,
     "train.batch_size": 1,
-    "train.accumulation": 1,
     "train.learning_rate": 1e-5,
     "train.weight_decay": 0.01,
     "train.schedule": "constant",
@@ -36,6 +35,7 @@ _DIFFUSION: Mapping[str, object] = {
     "output.directory": "out/run",
     "checkpoint.every": 500,
     "resume": "auto",
+    # A section needs a key that is no comment.
     "tracking.trackers": [],
     "logging.every": 10,
     "samples.prompts": ["a lighthouse at dusk"],
@@ -70,7 +70,7 @@ TEMPLATES: Mapping[str, Mapping[str, object]] = {
         },
     ),
 }
-#: What a LoRA has otherwise.
+#: Values for a LoRA.
 LORA: Mapping[str, object] = {"lora.rank": 32, "lora.targets": "auto", "train.learning_rate": 1e-4}
 _SECTIONS = (
     *("model", "media", "cache", "task", "lora", "train", "output", "engine"),
@@ -78,15 +78,14 @@ _SECTIONS = (
 )
 #: Sections that are written as comments.
 _OFFERED = ("samples", "ema")
-#: Where the comments of a file begin, if a line is not longer.
+#: Column at which comments begin, if a line is not longer.
 _COLUMN = 40
 
 
-def described(family: str, engine: Engine, lora: bool) -> str:
-    """A file for ``family`` on ``engine``, with a LoRA or without; raises ConfigError for an unknown one."""
+def render_template(family: str, engine: Engine, lora: bool) -> str:
+    """Return a file for ``family`` on ``engine``; raises ConfigError for an unknown family."""
     if family not in TEMPLATES:
         raise ConfigError(f"{family} is no family of models; families are {', '.join(TEMPLATES)}")
-    # The later ones count: what the family says, what follows from the engine, a LoRA's.
     chosen = {
         **TEMPLATES[family],
         "engine.name": engine.name,
@@ -107,31 +106,31 @@ def described(family: str, engine: Engine, lora: bool) -> str:
 
 
 def _section(name: str, chosen: Mapping[str, object]) -> Iterator[str]:
-    """The lines of a section, or of a value that stands by itself."""
-    described = TrainConfig.model_fields[name]
+    """Yield the lines of a section, or of a key without a section."""
+    field = TrainConfig.model_fields[name]
     if name in chosen:
-        yield _line(name, chosen[name], described)
+        yield _line(name, chosen[name], field)
         return
-    annotation = described.annotation
-    found = (kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type))
-    kind: type[BaseModel] = next(kind for kind in found if issubclass(kind, BaseModel))
+    annotation = field.annotation
+    kinds = (kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type))
+    kind: type[BaseModel] = next(kind for kind in kinds if issubclass(kind, BaseModel))
     if kind is TaskConfig:
         kind = task_class(str(chosen["task.name"])).Settings
     yield f"{name}:"
-    for key, described in kind.model_fields.items():
+    for key, field in kind.model_fields.items():
         dotted = f"{name}.{key}"
-        value = chosen.get(dotted, described.get_default(call_default_factory=True))
-        # Columns that come before the line, so that comments stand below each other.
-        line = _line(key, value, described, 2 if dotted in chosen else 4)
+        value = chosen.get(dotted, field.get_default(call_default_factory=True))
+        # Indented, so that comments are aligned.
+        line = _line(key, value, field, 2 if dotted in chosen else 4)
         yield f"  {line}" if dotted in chosen else f"  # {line}"
 
 
-def _line(key: str, value: object, described: FieldInfo, indent: int = 0) -> str:
+def _line(key: str, value: object, field: FieldInfo, indent: int = 0) -> str:
     plain = list(value) if isinstance(value, tuple) else value
     text = yaml.safe_dump(plain, default_flow_style=True, width=10_000).removesuffix("...\n").strip()
     line = f"{key}: {text}"
     # The first sentence of a key's description.
-    first = re.match(r".*?[^.]\.(?=\s|$)", described.description or "", re.DOTALL)
+    first = re.match(r".*?[^.]\.(?=\s|$)", field.description or "", re.DOTALL)
     if first is None:
         return line
     comment = " ".join(first[0].removesuffix(".").replace("``", "`").split())

@@ -1,1 +1,1 @@
-"""Pictures and videos to train on, and the cache of what they are encoded to."""
+"""Pictures and videos to train on, and the cache of their encodings."""

@@ -1,4 +1,4 @@
-"""Encode the items of a run once: one file for each item, and an index of them.
+"""Encode the items of a run once, into one file for each item and an index.
 
 The name of an item's file is a digest of its row, of the names, sizes and times of its media, and of how they
 are decoded. An item that has changed gets another name and is encoded; the others are found. Files get their
@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import Console
 from safetensors.torch import load, save
 from torch.utils.data import DataLoader, Dataset
 
@@ -31,16 +30,15 @@ from zerostart.checkpoint.paths import expanded
 from zerostart.checkpoint.write.folders import sync_directory, write_whole
 from zerostart.checkpoint.write.staging import write_errors
 from zerostart.distributed.world import World
-from zerostart.errors import ConfigError
+from zerostart.errors import ConfigError, printable
 from zerostart.training.config.configuration import CacheConfig
 from zerostart.training.data.cached import FOLDER, VERSION, CachedItems, read_index, text_file
 from zerostart.training.data.encoders import describe_encoders, encoders
 from zerostart.training.data.items import MediaItems, read_media
 from zerostart.training.data.media import PicturedText, sample_texts
 from zerostart.training.diffusion.encoder import Encoded, Encoder, Example
-from zerostart.training.loop.course import agree, comparable
+from zerostart.training.loop.course import agree, changes, comparable
 from zerostart.training.loop.locks import hold
-from zerostart.training.loop.terminal import say
 
 if TYPE_CHECKING:
     from zerostart.training.config.configuration import TrainConfig
@@ -67,12 +65,12 @@ class _Request:
 
 @dataclass
 class _Encodings:
-    """The work of one rank: index entries by file, failures by row, and texts that were cut."""
+    """The work of one rank."""
 
-    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)  # index entries by file
     shapes: dict[str, dict[str, list[int]]] = field(default_factory=dict)
-    failed: dict[int, str] = field(default_factory=dict)
-    cut: list[str] = field(default_factory=list)
+    failed: dict[int, str] = field(default_factory=dict)  # errors by row
+    long_texts: list[str] = field(default_factory=list)  # warnings
 
     def add(self, name: str, tensors: Mapping[str, torch.Tensor], data: bytes) -> None:
         """Add an item or a text, with its bytes as a file."""
@@ -109,8 +107,8 @@ def ensure_cache(config: TrainConfig, world: World) -> CachedItems:
         request = world.broadcast_object(compare, "looking for a cache")
         if request.rows or request.texts:
             if 0 < len(request.rows) < len(media):
-                there = len(media) - len(request.rows)
-                _say(f"the cache {directory} has {there} of {len(media)} items: encoding the others", world)
+                cached = len(media) - len(request.rows)
+                _say(f"the cache {directory} has {cached} of {len(media)} items: encoding the others", world)
             with encoders(source, settings, world) as encoder:
                 _fill(directory, request, media, encoder, world)
         shares = [(len(one), one.config.repeats) for one in media.sets]
@@ -120,7 +118,10 @@ def ensure_cache(config: TrainConfig, world: World) -> CachedItems:
 
 
 def _compare(directory: Path, media: MediaItems, texts: Sequence[str], facts: Mapping[str, Any]) -> _Request:
-    """Find what the cache in ``directory`` lacks. Raises ConfigError if it was made otherwise."""
+    """Find the items and texts that the cache in ``directory`` lacks.
+
+    Raises ConfigError if it was made with other settings or encoders.
+    """
     index = read_index(directory)
     if index is None and directory.is_dir() and {entry.name for entry in directory.iterdir()} - {_LOCK}:
         raise ConfigError(
@@ -132,13 +133,13 @@ def _compare(directory: Path, media: MediaItems, texts: Sequence[str], facts: Ma
     counts: Counter[bytes] = Counter()
     names = []
     for _, key in media.digests:
-        # Equal rows are items of their own, each with its own draw.
+        # Equal rows are separate items with different draws.
         suffix, counts[key] = f"-{counts[key]}" if counts[key] else "", counts[key] + 1
         names.append(f"item-{key.hex()}{suffix}.safetensors")
     whole = {name for name, entry in index["files"].items() if _size(directory / name) == entry["bytes"]}
     rows = [row for row, name in enumerate(names) if name not in whole]
-    asked = [*texts, *(text for text in index["cache"]["texts"] if not text)]
-    return _Request(names, rows, [text for text in asked if text_file(text) not in whole], facts)
+    all_texts = [*texts, *(text for text in index["cache"]["texts"] if not text)]
+    return _Request(names, rows, [text for text in all_texts if text_file(text) not in whole], facts)
 
 
 def _new_index(facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -150,25 +151,25 @@ def _size(path: Path) -> int | None:
 
 
 def _check_facts(directory: Path, index: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a cache of other settings or encoders; absent encoders are not compared."""
-    before = index["cache"]["facts"]
-    found = [
-        f"{key} was {before.get(key)} and is {now}" for key, now in facts.items() if before.get(key) != now
-    ]
-    if found:
+    """Raise ConfigError for a cache of other settings or encoders (if they are there)."""
+    before = {**dict.fromkeys(facts), **index["cache"]["facts"]}
+    if differences := changes(before, facts):
         raise ConfigError(
-            f"the cache {directory} does not match the configuration: {_listed(found)}. Remove it to have it "
-            "made again, name another cache.directory, or restore what it was made from"
+            f"the cache {directory} does not match the configuration: {_join(differences)}. Remove it to "
+            "have it made again, name another cache.directory, or restore what it was made from"
         )
 
 
-def _listed(problems: Sequence[str]) -> str:
+def _join(problems: Sequence[str]) -> str:
     more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
     return "; ".join(problems[:_SHOWN]) + more
 
 
 def _fill(directory: Path, request: _Request, media: MediaItems, encoder: Encoder, world: World) -> None:
-    """Encode what is missing and list it in the index; collective. Raises ConfigError that names bad rows."""
+    """Encode the missing items and texts, and list them in the index; collective.
+
+    Raises ConfigError that names bad rows.
+    """
     # Encoders may be sharded: all ranks encode an item at the same time, and a rank without one repeats the
     # first.
     with world.phase("decoding the first item"):
@@ -179,10 +180,10 @@ def _fill(directory: Path, request: _Request, media: MediaItems, encoder: Encode
             lambda: _begin(stack, directory, request.facts), "making a directory for the cache"
         )
         # The empty text stands for a dropped prompt, whether a run asks for that now or later.
-        asked = [*([""] if encoder.texts_alone and "" not in known else []), *request.texts]
-        found = _encode_texts(encoder, asked, world)
+        new_texts = [*([""] if encoder.encodes_texts and "" not in known else []), *request.texts]
+        embeddings = _encode_texts(encoder, new_texts, world)
         if world.rank == 0:
-            for text, tensors in found.items():
+            for text, tensors in embeddings.items():
                 _write(directory, text_file(text), tensors, own)
         # Files of a killed run are read once for their digests.
         for row in [row for row in request.rows if request.names[row] in left][world.rank :: world.size]:
@@ -192,20 +193,20 @@ def _fill(directory: Path, request: _Request, media: MediaItems, encoder: Encode
         for row, tensors in _encode(rows, media, encoder, first, own, world):
             _write(directory, request.names[row], tensors, own)
         every = world.all_gather_object(own, "collecting what was encoded")
-        texts = [*known, *(text for text in asked if text not in known)]
+        texts = [*known, *(text for text in new_texts if text not in known)]
         world.broadcast_object(
             lambda: _list_files(directory, request.names, texts, every), "ending the cache"
         )
     failed = dict(sorted(item for one in every for item in one.failed.items()))
-    cut = [text for one in every for text in one.cut]
-    if cut and encoder.settings.long_prompts == "cut" and world.rank == 0:
-        logger.warning("%d texts were cut off: %s", len(cut), _listed(cut))
+    cut_texts = [text for one in every for text in one.long_texts]
+    if cut_texts and world.rank == 0:
+        logger.warning("%d texts were cut off: %s", len(cut_texts), _join(cut_texts))
     if failed:
         count = len(media) - len(failed)
-        others = f"The other {count} are in {directory}, and stay" if count else "Nothing was encoded"
+        rest = f"The other {count} are in {directory}, and stay" if count else "Nothing was encoded"
         raise ConfigError(
             f"{len(failed)} row{'s' * (len(failed) > 1)} cannot be encoded: "
-            f"{_listed(list(failed.values()))}. {others}: correct these rows or remove them, and start again"
+            f"{_join(list(failed.values()))}. {rest}: correct these rows or remove them, and start again"
         )
     _say(f"the cache is complete: {directory}", world)
 
@@ -213,7 +214,7 @@ def _fill(directory: Path, request: _Request, media: MediaItems, encoder: Encode
 def _begin(
     stack: contextlib.ExitStack, directory: Path, facts: Mapping[str, Any]
 ) -> tuple[set[str], list[str]]:
-    """Lock the cache until ``stack`` ends; return the item files of a killed run, and the known texts."""
+    """Lock the cache until ``stack`` ends; return item files of a killed run, and encoded texts."""
     with write_errors(directory, "nothing was encoded"):
         directory.mkdir(parents=True, exist_ok=True)
         refusal = (
@@ -226,14 +227,14 @@ def _begin(
             _write_index(directory, index["files"], index["cache"])
         # Checked again under the lock: another process may have made the cache meanwhile.
         _check_facts(directory, index, facts)
-        left = {path.name for path in directory.glob("item-*.safetensors")} - index["files"].keys()
-        return left, index["cache"]["texts"]
+        leftovers = {path.name for path in directory.glob("item-*.safetensors")} - index["files"].keys()
+        return leftovers, index["cache"]["texts"]
 
 
 def _list_files(
     directory: Path, names: Sequence[str], texts: Sequence[str], every: Sequence[_Encodings]
 ) -> None:
-    """Publish an index with the work of all ranks; the items of this run come first."""
+    """Publish an index with the work of all ranks, this run's items first."""
     index = read_index(directory) or {}
     files = {**index["files"], **{name: entry for one in every for name, entry in one.files.items()}}
     shapes = {**index["cache"]["items"], **{n: shape for one in every for n, shape in one.shapes.items()}}
@@ -263,77 +264,70 @@ def _first(media: MediaItems, encoder: Encoder, rows: Sequence[int]) -> Example:
         if not isinstance(example, str):
             return example
         failures.append(example)
-    raise ConfigError(_listed(failures))
+    raise ConfigError(_join(failures))
 
 
 def _encode(
     rows: Sequence[int], media: MediaItems, encoder: Encoder, first: Example, own: _Encodings, world: World
 ) -> Iterator[tuple[int, Encoded]]:
-    """Encode ``rows`` on all ranks in step; yield this rank's good ones, note the others; collective."""
+    """Encode ``rows`` on all ranks in step, and yield this rank's good ones; collective."""
     share = rows[world.rank :: world.size]
     examples = _decode_ahead(media, encoder, share)
-    begun = reported = time.monotonic()
+    started = reported = time.monotonic()
     for step in range(-(-len(rows) // world.size)):
         row = share[step] if step < len(share) else None
         # ``prepare`` runs on each rank before any of them enters the encoder.
         prepare = (lambda: first) if row is None else partial(next, examples)
         with world.collectives("encoding an item", prepare) as prepared:
             bad = isinstance(prepared, str)
-            encoder.lengths.begin()
             tensors = _encode_one(encoder, first if bad else prepared, row or 0)
         if row is None:
             continue
-        where, long, problem = media.where(row), encoder.cut(), prepared if bad else None
-        if long is not None and not bad:
-            own.cut.append(f"{where}: {long}")
-            problem = own.cut[-1] if encoder.settings.long_prompts == "refuse" else None
-        if problem := problem or _find_infinite(tensors, where):
+        if not bad and (long := encoder.cut(prepared["prompt"])):
+            own.long_texts.append(f"{media.where(row)}: {long}")
+        if problem := prepared if bad else _find_infinite(tensors, media.where(row)):
             own.failed[row] = problem
         else:
             yield row, tensors
         if (now := time.monotonic()) - reported > _PROGRESS_S:
             reported, done = now, min((step + 1) * world.size, len(rows))
-            _say(f"{done} of {len(rows)} items, {done / (now - begun):.1f} a second", world)
+            _say(f"{done} of {len(rows)} items, {done / (now - started):.1f} a second", world)
 
 
 def _say(text: str, world: World) -> None:
     if world.rank == 0:
-        say(Console(), text)
+        print(printable(text), flush=True)
 
 
 def _encode_texts(encoder: Encoder, texts: Sequence[str], world: World) -> dict[str, Encoded]:
     """Encode each of ``texts`` without an item; collective. Raises ConfigError if the encoder cannot."""
-    if not encoder.texts_alone and not all(isinstance(text, PicturedText) for text in texts):
+    if not encoder.encodes_texts and not all(isinstance(text, PicturedText) for text in texts):
         raise ConfigError(
             f"{encoder.kind} encodes texts together with pictures: leave cache.prompts out, and name the "
             "pictures of samples.prompts in samples.images"
         )
-    found: dict[str, Encoded] = {}
+    embeddings: dict[str, Encoded] = {}
     # Every rank encodes every text: a sharded encoder needs all ranks, and there are few texts.
     for text in dict.fromkeys(texts):
         with world.collectives("encoding a text"):
-            encoder.lengths.begin()
             if isinstance(text, PicturedText):
-                found[text] = _copied(encoder.sample(text.text, text.pictures))
+                embeddings[text] = _copy_to_host(encoder.sample(text.text, text.pictures))
             else:
-                found[text] = _copied(encoder.prompt(text))
-        if problem := _find_infinite(found[text], f"the text {text!r}"):
+                embeddings[text] = _copy_to_host(encoder.prompt(text))
+        if problem := _find_infinite(embeddings[text], f"the text {text!r}"):
             raise ConfigError(problem)
-        if long := encoder.cut():
-            if encoder.settings.long_prompts == "refuse":
-                raise ConfigError(f"the text {text!r}: {long}")
-            if world.rank == 0:
-                logger.warning("the text %r was cut off: %s", text, long)
-    return found
+        if world.rank == 0 and (long := encoder.cut(getattr(text, "text", text))):
+            logger.warning("the text %r was cut off: %s", text, long)
+    return embeddings
 
 
-def _find_infinite(encoded: Encoded, what: str) -> str | None:
+def _find_infinite(encoded: Encoded, owner: str) -> str | None:
     """Return an error message if a tensor has values that are not finite."""
     for name, tensor in encoded.items():
         if not bool(torch.isfinite(tensor).all()):
             setting = "vae_dtype" if "latents" in name or name == "condition" else "dtype"
             return (
-                f"{what}: its {name} has values that are not finite: the encoder overflows in its dtype, or "
+                f"{owner}: its {name} has values that are not finite: the encoder overflows in its dtype, or "
                 f"its files are damaged; set cache.{setting} to bfloat16 or float32, or replace them"
             )
     return None
@@ -359,14 +353,14 @@ def _check(media: MediaItems, encoder: Encoder, row: int, example: Example | str
 
 
 def _encode_one(encoder: Encoder, example: Example, row: int) -> Encoded:
-    # Each item has a generator of its own, so that draws depend on no other item.
+    # A generator for each item, so that draws depend on no other item.
     text = f"{encoder.settings.seed} {row}".encode()
     # 63 bits, which every generator takes.
     seed = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
-    return _copied(encoder.encode(example, torch.Generator(device="cpu").manual_seed(seed)))
+    return _copy_to_host(encoder.encode(example, torch.Generator(device="cpu").manual_seed(seed)))
 
 
-def _copied(tensors: Mapping[str, torch.Tensor]) -> Encoded:
+def _copy_to_host(tensors: Mapping[str, torch.Tensor]) -> Encoded:
     # On a CPU a tensor may be a view of its batch.
     return {name: torch.empty_like(t, device="cpu").copy_(t).contiguous() for name, t in tensors.items()}
 

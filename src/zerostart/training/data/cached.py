@@ -37,10 +37,10 @@ def read_index(directory: Path) -> dict[str, Any] | None:
 
     Raises ConfigError for a directory with a saved model, CheckpointError for another version.
     """
-    found = documents(directory) if directory.is_dir() else []
-    caches = [document for document in found if isinstance(document.get("cache"), dict)]
+    contents = documents(directory) if directory.is_dir() else []
+    caches = [document for document in contents if isinstance(document.get("cache"), dict)]
     if not caches:
-        if found:
+        if contents:
             raise ConfigError(
                 f"cache.directory {directory} holds a saved model, not a cache; name another directory"
             )
@@ -67,10 +67,10 @@ class CachedItems:
         chosen: Sequence[str] | None = None,
         shares: Sequence[tuple[int, int]] = (),
     ) -> None:
-        """Read the index; ``chosen`` are the files of the items, by default all, each once.
+        """Read the index; raises CheckpointNotFoundError if there is none.
 
-        ``shares`` has the number of rows and repeats of each data set. Raises CheckpointNotFoundError if
-        there is no cache.
+        ``chosen`` are the files of the items, by default all, each once; ``shares`` has the number of rows
+        and repeats of each data set.
         """
         self.directory = Path(directory)
         document = read_index(self.directory)
@@ -87,8 +87,6 @@ class CachedItems:
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         """Read item ``index``. Raises IndexError, and ReadError that names a damaged file."""
-        if not 0 <= index < len(self):
-            raise IndexError(f"item {index} of {len(self)}")
         return self._read(self._names[index])
 
     def digest(self) -> str:
@@ -99,7 +97,7 @@ class CachedItems:
         return hashed.hexdigest()
 
     def shapes(self) -> Sequence[Hashable]:
-        """Return a key for each example; those with equal keys fit in one batch (texts may differ)."""
+        """Return a key for each example; equal keys fit in one batch (texts may differ)."""
         return [
             tuple((key, tuple(shape)) for key, shape in self._shapes[name].items() if key not in _TEXT)
             for name in self._names
@@ -114,8 +112,6 @@ class CachedItems:
             raise ConfigError(
                 f"{self.directory} has no embeddings of the text {text!r}; name it in cache.prompts, and run "
                 "zerostart cache again: its items stay"
-                if self.texts
-                else f"{self.directory} has no embeddings of texts: its encoders need pictures too"
             )
         return self._read(text_file(text))
 

@@ -1,4 +1,4 @@
-"""The encoders of a pipeline: loaded as they are placed, and released; and a fingerprint of their files."""
+"""Load and release the encoders of a pipeline, and describe their files."""
 
 from __future__ import annotations
 
@@ -26,23 +26,22 @@ from zerostart.training.diffusion.families import encoder_class
 from zerostart.transfer.meter import release_cached
 
 _VAE = "vae"
-#: Prefix of the names of models that are trained, not encoders.
+#: Prefix of the names of trained models.
 _TRAINED = "transformer"
 _NOT_ENCODERS = (_TRAINED, "scheduler")
-#: Settings of a pipeline that concern its transformers only.
-_NOT_OF_ENCODERS = "boundary_ratio"
-#: A fingerprint reads so many parts of so many bytes of each file.
+#: A setting of the pipeline that does not concern its encoders.
+_BOUNDARY = "boundary_ratio"
+#: A fingerprint reads this many parts of this many bytes of each file.
 _PARTS, _PART_BYTES = 16, 64 * 1024
 
 
 @contextmanager
 def encoders(source: str, settings: CacheConfig, world: World) -> Iterator[Encoder]:
-    """Load the encoders of the pipeline at ``source``, and release them afterwards; collective.
+    """Load the encoders of the pipeline at ``source``, without gradients, and release them; collective.
 
-    Inside nothing needs a gradient. Raises ConfigError for what is no pipeline or one that is not known,
-    and what loading raises, on every rank.
+    Raises ConfigError on every rank if there is no pipeline or its class is unknown.
     """
-    # Bits of a product on a CPU may depend on the number of threads, and a cache must not: ranks do the work.
+    # Bits of a product on a CPU may depend on the number of threads, so one thread makes the cache.
     threads = torch.get_num_threads()
     kind, names = world.broadcast_object(lambda: _find_encoders(source), "looking at the encoders")
     pipe = load_pipeline(_request(source, settings, names, world))
@@ -53,8 +52,7 @@ def encoders(source: str, settings: CacheConfig, world: World) -> Iterator[Encod
             yield encoder_class(kind)(pipe, settings)
     finally:
         torch.set_num_threads(threads)
-        # The order matters: the pipeline releases modules, then they are collected (they may be in cycles),
-        # and only then can the allocator give their memory back.
+        # The pipeline releases its modules, cycles are collected, and the allocator frees their memory.
         drop_components(pipe, *(n for n, part in pipe.components.items() if isinstance(part, nn.Module)))
         del pipe
         gc.collect()
@@ -64,35 +62,33 @@ def encoders(source: str, settings: CacheConfig, world: World) -> Iterator[Encod
 def _find_encoders(source: str) -> tuple[object, list[str]]:
     """Return the class of the pipeline, and the names of its models."""
     root = resolve_source(source)
-    found = components(root) if root.is_dir() else None
-    if found is None:
+    models = components(root) if root.is_dir() else None
+    if models is None:
         raise ConfigError(
             f"{root} is not a diffusers pipeline (it has no {PIPELINE_INDEX}), so it has no encoders: "
             "name one in cache.source"
         )
     kind = read_json(Path(root) / PIPELINE_INDEX, "pipeline index").get("_class_name")
-    encoder_class(kind)  # refused before anything is loaded
-    return kind, [component.name for component in found]
+    encoder_class(kind)  # raises before anything is loaded
+    return kind, [component.name for component in models]
 
 
 def _request(source: str, settings: CacheConfig, names: list[str], world: World) -> PipelineRequest:
     without = tuple(name for name in names if name.startswith(_TRAINED))
-    given, usual = settings.placement, "shard" if world.size > 1 else "replicate"
-    # A name that is no model's is refused by the load.
-    placement: dict[str, Any] = dict(given) if isinstance(given, dict) else {}
-    for name in names:
-        if name not in without:
-            kind = placement.get(name) if isinstance(given, dict) else given
-            placement[name] = kind or usual
-            if name == _VAE:
-                # Never in shards: ranks call it a different number of times for items of other lengths.
-                kind = "offload" if kind == "offload" else "replicate"
-                placement[name] = Placement(kind, compute_dtype=_dtype(settings.vae_dtype))
+    used, given = [name for name in names if name not in without], settings.placement
+    # The load refuses names of no model.
+    chosen: dict[str, Any] = dict(given) if isinstance(given, dict) else dict.fromkeys(used, given)
+    usual = "shard" if world.size > 1 else "replicate"
+    placement = {**chosen, **{name: chosen.get(name) or usual for name in used}}
+    if _VAE in used:
+        # Never in shards: ranks call it a different number of times for items of different lengths.
+        kind: Any = "offload" if placement[_VAE] == "offload" else "replicate"
+        placement[_VAE] = Placement(kind, compute_dtype=_dtype(settings.vae_dtype))
     return PipelineRequest(
         source=source,
         placement=placement,
         engine=settings.engine,
-        device_memory_limit=settings.limit,
+        device_memory_limit=settings.device_memory_limit,
         dtype=_dtype(settings.dtype),
         progress=False,
         without=without,
@@ -104,9 +100,9 @@ def _dtype(name: str | None) -> torch.dtype | None:
 
 
 def describe_encoders(source: str) -> dict[str, object]:
-    """Return class and settings of a pipeline, and size and digest of each file of its encoders.
+    """Return class and settings of a pipeline, and size and digest of its encoders' files.
 
-    Nothing where there is no pipeline. Raises ReadError, CheckpointError and OSError.
+    Empty if there is no pipeline. Raises ReadError, CheckpointError and OSError.
     """
     try:
         root = resolve_source(source)
@@ -114,22 +110,22 @@ def describe_encoders(source: str) -> dict[str, object]:
         return {}
     if not (root / PIPELINE_INDEX).is_file():
         return {}
-    found: dict[str, object] = {}
+    facts: dict[str, object] = {}
     for name, value in read_json(root / PIPELINE_INDEX, "pipeline index").items():
         # Lists of an index are models, [library, class]; the rest are settings of the pipeline.
         if not isinstance(value, list):
-            if name == "_class_name" or (not name.startswith("_") and name != _NOT_OF_ENCODERS):
-                found[f"{name} of the pipeline"] = value
+            if name == "_class_name" or (not name.startswith("_") and name != _BOUNDARY):
+                facts[f"{name} of the pipeline"] = value
         elif NAME.fullmatch(name) and not name.startswith(_NOT_ENCODERS):
             for path in sorted((root / name).rglob("*")):
                 relative = path.relative_to(root)
                 if path.is_file() and not any(part.startswith(".") for part in relative.parts):
-                    found[relative.as_posix()] = f"{path.stat().st_size} bytes, {_digest(path)}"
-    return found
+                    facts[relative.as_posix()] = f"{path.stat().st_size} bytes, {_digest(path)}"
+    return facts
 
 
 def _digest(path: Path) -> str:
-    """Return a digest of a file up to 1 MiB, or of parts of a larger one, the first and the last included."""
+    """Return a digest of a file, over 1 MiB only of evenly spaced parts."""
     size, hashed = path.stat().st_size, hashlib.blake2b(digest_size=16)
     with path.open("rb") as handle:
         for start in sorted({*range(0, size, -(-size // _PARTS) or 1), max(0, size - _PART_BYTES)}):

@@ -30,7 +30,7 @@ from zerostart.distributed.world import World
 from zerostart.errors import ConfigError
 from zerostart.training.data.media import MediaFile, decode_row
 from zerostart.training.data.media_config import KNOWN_COLUMNS, DatasetConfig, MediaConfig
-from zerostart.training.data.table import find_files, media_columns, read_table, text_column
+from zerostart.training.data.table import find_files, find_media_columns, find_text_column, read_table
 from zerostart.training.loop.course import agree
 
 #: Key of an example's frames a second.
@@ -50,8 +50,8 @@ class MediaSet(Dataset[dict[str, Any]]):
         """Read the table; raises ConfigError if it is absent, malformed, or lacks a column."""
         self.config = config
         self._table = read_table(config)
-        self._text = text_column(config, self._table.columns)
-        self.columns = media_columns(config, self._table)
+        self._text = find_text_column(config, self._table.columns)
+        self.columns = find_media_columns(config, self._table)
         self._settings = repr(sorted(config.model_dump(exclude=_NOT_CONTENT).items()))
 
     def __len__(self) -> int:
@@ -73,7 +73,7 @@ class MediaSet(Dataset[dict[str, Any]]):
         return self._table.where(index)
 
     def digest(self, index: int) -> tuple[bytes, bytes]:
-        """Return two digests of an item: of its content, and of names and times of its files too.
+        """Return two digests of an item, without and with names and times of its files.
 
         Raises ConfigError that names the row of an absent file.
         """
@@ -110,13 +110,13 @@ class MediaSet(Dataset[dict[str, Any]]):
         """Return the text and the cells that name no files."""
         row, prompt = self._table.rows[index], self._text
         # Encoders find media by the names in KNOWN_COLUMNS, so no other cell may have one of them.
-        taken = {column.column for column in self.columns} | {prompt} | KNOWN_COLUMNS.keys()
+        excluded = {column.column for column in self.columns} | {prompt} | KNOWN_COLUMNS.keys()
         if prompt is not None and prompt not in row:
             raise ConfigError(f"no {prompt!r}; write an empty text for a row without one")
         text = "" if prompt is None else row[prompt]
         if text is not None and not isinstance(text, str):
             raise ConfigError(f"column {prompt!r}: {text!r} is not a text")
-        cells = {name: cell for name, cell in row.items() if name not in taken}
+        cells = {name: cell for name, cell in row.items() if name not in excluded}
         return {**cells, "prompt": self.config.caption_prefix + (text or "")}
 
     def _files(self, index: int) -> dict[str, tuple[MediaFile, ...]]:
@@ -140,8 +140,8 @@ class MediaItems(ConcatDataset[dict[str, Any]]):
 
     def where(self, index: int) -> str:
         """Return the place of the row of item ``index``, for messages."""
-        found, place = self._at(index)
-        return found.where(place)
+        media_set, place = self._at(index)
+        return media_set.where(place)
 
     @cached_property
     def digests(self) -> list[tuple[bytes, bytes]]:

@@ -46,16 +46,16 @@ VIDEO_SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi", ".flv", ".wmv", ".m4v
 _STEP, _SMALL_PIXELS = 64, 512 * 512
 #: Largest ratio of the sides of a standard size.
 _MAX_RATIO = 2
-#: EXIF tag of the camera's orientation, and its values for a picture that lies on its side.
+#: EXIF tag of the camera's orientation, and its values for a picture turned by 90 degrees.
 _ORIENTATION, _ON_ITS_SIDE = 0x0112, (5, 6, 7, 8)
 _WHITE = (255, 255, 255)
 
 
 @dataclass(frozen=True)
 class MediaFile:
-    """A file or a directory of frames at ``path``, or its ``data``; ``name`` is for messages."""
+    """A file or a directory of frames at ``path``, or its ``data``."""
 
-    name: str
+    name: str  # for messages
     path: Path | None
     data: bytes | None = None
 
@@ -64,21 +64,21 @@ class MediaFile:
         return io.BytesIO(self.data or b"") if self.path is None else self.path.open("rb")
 
     def frames(self) -> list[MediaFile]:
-        """Return the frames of a directory, in the order of the numbers in their names; of a file none.
+        """Return the frames of a directory, in the order of the numbers in their names.
 
-        Raises ConfigError for a directory without frames.
+        A file has none. Raises ConfigError for a directory without frames.
         """
         if self.path is None or not self.path.is_dir():
             return []
-        found = [path for path in self.path.iterdir() if path.suffix.lower() in IMAGE_SUFFIXES]
-        if not found:
+        paths = [path for path in self.path.iterdir() if path.suffix.lower() in IMAGE_SUFFIXES]
+        if not paths:
             raise ConfigError(
                 f"{self.name}: no frames in this directory; frames are pictures ({' '.join(IMAGE_SUFFIXES)})"
             )
-        return [MediaFile(str(path), path) for path in sorted(found, key=lambda path: _natural(path.name))]
+        return [MediaFile(str(path), path) for path in sorted(paths, key=lambda one: _natural_key(one.name))]
 
     def state(self) -> list[tuple[int, int]] | str:
-        """Return size and modification time of the file or of each frame; a digest of bytes.
+        """Return size and modification time of each file, or a digest of the bytes.
 
         Raises ConfigError for an absent file.
         """
@@ -86,17 +86,17 @@ class MediaFile:
             return hashlib.blake2b(self.data or b"", digest_size=16).hexdigest()
         if not self.path.exists():
             raise ConfigError(f"{self.name}: no such file; names are relative to the directory media.base")
-        found = [file.path.stat() for file in self.frames() or [self] if file.path is not None]
-        return [(status.st_size, status.st_mtime_ns) for status in found]
+        states = [file.path.stat() for file in self.frames() or [self] if file.path is not None]
+        return [(status.st_size, status.st_mtime_ns) for status in states]
 
 
-def _natural(name: str) -> list[tuple[int, str]]:
+def _natural_key(name: str) -> list[tuple[int, str]]:
     """Return a sort key that puts ``frame2`` before ``frame10``."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def import_decoder(module: str) -> ModuleType:
-    """Import a module of Pillow, PyAV or NumPy; raises ConfigError if it is not installed."""
+    """Import a module of Pillow, PyAV or NumPy; raises ConfigError."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -107,7 +107,7 @@ def import_decoder(module: str) -> ModuleType:
 
 
 @contextmanager
-def _readable(file: MediaFile, what: str) -> Iterator[None]:
+def _readable(file: MediaFile, kind: str) -> Iterator[None]:
     """Convert any error of a decoding library to a ConfigError that names ``file``."""
     try:
         yield
@@ -116,7 +116,7 @@ def _readable(file: MediaFile, what: str) -> Iterator[None]:
     except Exception as error:  # of many types, which differ between versions
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(
-            f"{file.name} cannot be read as {what} ({reason}): the file is damaged or has an unknown format; "
+            f"{file.name} cannot be read as {kind} ({reason}): the file is damaged or has an unknown format; "
             "replace it, or remove its row from the table"
         ) from error
 
@@ -164,7 +164,7 @@ def _rgb(image: Image, background: Color) -> Image:
 Timeline = tuple[Sequence[Fraction], Fraction | None]
 
 
-def _timeline(count: int, rate: Fraction | None) -> Timeline:
+def _regular_timeline(count: int, rate: Fraction | None) -> Timeline:
     return [index / (rate or Fraction(1)) for index in range(count)], count / rate if rate else None
 
 
@@ -174,8 +174,11 @@ class Clip(ABC):
     size: Size
 
     @abstractmethod
-    def timeline(self, seconds: Fraction | None, most: int | None) -> Timeline:
-        """Return the times of at least the frames up to ``seconds``, or of ``most``. Raises ConfigError."""
+    def timeline(self, seconds: Fraction | None, count: int | None) -> Timeline:
+        """Return the times of at least ``count`` frames, or those up to ``seconds``.
+
+        Raises ConfigError.
+        """
 
     @abstractmethod
     def pictures(self, indices: Sequence[int]) -> Iterator[Image]:
@@ -183,15 +186,14 @@ class Clip(ABC):
 
 
 def open_clip(files: Sequence[MediaFile], background: Color) -> Clip:
-    """Open one video file, one directory or a list of pictures as a clip. Raises ConfigError."""
+    """Open one video file, one directory or a list of pictures; raises ConfigError."""
     first = files[0]
     if stills := files if len(files) > 1 else first.frames():
         return _Stills(stills, background)
     if Path(first.name).suffix.lower() not in IMAGE_SUFFIXES:
         return _Stream(first)
     with _open_image(first) as image:
-        # The second picture of an MPO is the same one for the other eye.
-        count = 1 if image.format == "MPO" else int(getattr(image, "n_frames", 1))
+        count = int(getattr(image, "n_frames", 1))
         size = (image.height, image.width)
     return _Animation(first, background, count, size) if count > 1 else _Stills([first], background)
 
@@ -204,8 +206,8 @@ class _Stills(Clip):
         self._background = background
         self.size = image_size(files[0])
 
-    def timeline(self, seconds: Fraction | None, most: int | None) -> Timeline:
-        return _timeline(len(self._files), None)
+    def timeline(self, seconds: Fraction | None, count: int | None) -> Timeline:
+        return _regular_timeline(len(self._files), None)
 
     def pictures(self, indices: Sequence[int]) -> Iterator[Image]:
         for index in indices:
@@ -221,14 +223,14 @@ class _Animation(Clip):
         self._count = count
         self.size = size
 
-    def timeline(self, seconds: Fraction | None, most: int | None) -> Timeline:
+    def timeline(self, seconds: Fraction | None, count: int | None) -> Timeline:
         starts = [Fraction(0)]
         with _open_image(self._file) as image:
             for index in range(self._count):
                 image.seek(index)
                 starts.append(starts[-1] + Fraction(image.info.get("duration", 0)) / 1000)
         *starts, end = starts
-        return (starts, end) if end else _timeline(self._count, None)
+        return (starts, end) if end else _regular_timeline(self._count, None)
 
     def pictures(self, indices: Sequence[int]) -> Iterator[Image]:
         with _open_image(self._file) as image:
@@ -245,7 +247,7 @@ class _Stream(Clip):
         with self._open() as (container, stream):
             # The first frame is decoded for the size: headers may say another.
             for frame in container.decode(stream):
-                picture = _upright(frame)
+                picture = _rotate_upright(frame)
                 self.size = (picture.height, picture.width)
                 break
             else:
@@ -264,7 +266,7 @@ class _Stream(Clip):
                 stream.thread_type = "AUTO"
                 yield container, stream
 
-    def timeline(self, seconds: Fraction | None, most: int | None) -> Timeline:
+    def timeline(self, seconds: Fraction | None, count: int | None) -> Timeline:
         shown: list[tuple[int, int]] = []
         untimed, begin, beyond = 0, math.inf, math.inf
         with self._open() as (container, stream):
@@ -273,7 +275,7 @@ class _Stream(Clip):
                 # An empty packet ends the stream, and one that is to be discarded is never shown.
                 if not packet.size or packet.is_discard:
                     continue
-                if len(shown) + untimed == most:
+                if len(shown) + untimed == count:
                     break
                 if packet.pts is None:
                     untimed += 1
@@ -287,13 +289,13 @@ class _Stream(Clip):
                     break
         shown = sorted(one for one in shown if one[0] <= beyond)
         if untimed or not shown:
-            return _timeline(untimed + len(shown), rate)
+            return _regular_timeline(untimed + len(shown), rate)
         starts = [(time - shown[0][0]) * base for time, _ in shown]
         # Containers round times to their own unit: a constant rate is restored exactly.
         if rate is not None:
             near = min(base, 1 / (4 * rate))
             if all(abs(start - index / rate) <= near for index, start in enumerate(starts)):
-                return _timeline(len(starts), rate)
+                return _regular_timeline(len(starts), rate)
         last = shown[-1][1] * base or (1 / rate if rate else Fraction(0))
         return starts, starts[-1] + last
 
@@ -310,26 +312,26 @@ class _Stream(Clip):
                         f"{self._file.name}: frame {index + 1} cannot be decoded, but its packets are there; "
                         "encode the video again, or remove its row from the table"
                     )
-                yield _upright(frame)
+                yield _rotate_upright(frame)
 
 
-def _upright(frame: VideoFrame) -> Image:
+def _rotate_upright(frame: VideoFrame) -> Image:
     picture = frame.to_image()
     turns = round(frame.rotation / 90) % 4  # counterclockwise
     how = import_decoder("PIL.Image").Transpose
     return picture.transpose((how.ROTATE_90, how.ROTATE_180, how.ROTATE_270)[turns - 1]) if turns else picture
 
 
-def picked_frames(clip: Clip, config: DatasetConfig, most: int) -> list[int]:
-    """Return the numbers of the frames that are taken, at most ``most``. Raises ConfigError for too few."""
+def choose_frames(clip: Clip, config: DatasetConfig, max_frames: int) -> list[int]:
+    """Return the numbers of at most ``max_frames`` chosen frames; raises ConfigError."""
     even = config.frames == "even"
-    # By way of its text: 23.976 means 23976/1000, and not the float next to it.
+    # Converted from text: 23.976 means 23976/1000, not the nearest float.
     rate = None if config.frame_rate is None else Fraction(str(config.frame_rate))
     seconds = None if rate is None else config.num_frames / rate
     starts, end = clip.timeline(seconds, None if even or rate is not None else config.num_frames)
     available = math.floor(end * rate) if rate and end is not None else len(starts)
     factor, remainder = config.time_division_factor, config.time_division_remainder
-    count = min(available, most)
+    count = min(available, max_frames)
     count -= (count - remainder) % factor
     if count < 1:
         raise ConfigError(
@@ -345,7 +347,7 @@ def picked_frames(clip: Clip, config: DatasetConfig, most: int) -> list[int]:
 
 
 def _nearest(starts: Sequence[Fraction], time: Fraction) -> int:
-    """Return the number of the frame whose time is nearest; of two at one distance the even one."""
+    """Return the number of the frame with the nearest time, of two the even one."""
     after = bisect_left(starts, time)
     if after in (0, len(starts)):
         return min(after, len(starts) - 1)
@@ -361,8 +363,8 @@ def target_size(size: Size, config: DatasetConfig) -> Size:
     if config.height is not None and config.width is not None:
         return config.height, config.width
     if config.buckets != "own":
-        given = config.buckets
-        sizes = standard_sizes(config.max_pixels, config.multiple_of) if isinstance(given, str) else given
+        buckets = config.buckets
+        sizes = standard_sizes(config.max_pixels, config.multiple_of) if isinstance(buckets, str) else buckets
         return _nearest_shape(size, sizes)
     # To the pixel as DiffSynth-Studio does it, so that its data give the same here.
     height, width = size
@@ -382,8 +384,8 @@ def target_size(size: Size, config: DatasetConfig) -> Size:
 
 @lru_cache(maxsize=8)
 def standard_sizes(max_pixels: int, multiple_of: int) -> tuple[Size, ...]:
-    """Return sizes from 1:2 to 2:1, the widest for each height; raises ConfigError if there is none."""
-    # Each size is a batch shape of its own, so there should be few.
+    """Return sizes from 1:2 to 2:1, the widest for each height; raises ConfigError."""
+    # Each size needs separate batches, so there should be few.
     step = math.lcm(_STEP, multiple_of) if max_pixels >= _SMALL_PIXELS else multiple_of
     sizes = []
     for height in range(step, math.isqrt(max_pixels * _MAX_RATIO) + 1, step):
@@ -406,8 +408,8 @@ def _nearest_shape(size: Size, sizes: Sequence[Size]) -> Size:
     return min(sizes, key=lambda s: (round(abs(math.log(s[0] / s[1]) - shape), 9), -s[0] * s[1]))
 
 
-def fitted(picture: Image, target: Size) -> Image:
-    """Scale a picture (bilinear, antialiased) until it covers ``target``, and crop it around its centre.
+def fit_picture(picture: Image, target: Size) -> Image:
+    """Scale a picture (bilinear, antialiased) to cover ``target``, and crop its centre.
 
     The numbers are those of torchvision's ``resize`` and ``center_crop``, which DiffSynth-Studio uses.
     """
@@ -416,20 +418,20 @@ def fitted(picture: Image, target: Size) -> Image:
     scaled = round(width * scale), round(height * scale)
     if scaled != picture.size:
         picture = picture.resize(scaled, import_decoder("PIL.Image").Resampling.BILINEAR)
-    left = round((scaled[0] - target_width) / 2.0)
-    top = round((scaled[1] - target_height) / 2.0)
+    x = round((scaled[0] - target_width) / 2.0)
+    y = round((scaled[1] - target_height) / 2.0)
     if scaled == (target_width, target_height):
         return picture
-    return picture.crop((left, top, left + target_width, top + target_height))
+    return picture.crop((x, y, x + target_width, y + target_height))
 
 
 def decode_row(
     columns: Sequence[Column], files: Mapping[str, Sequence[MediaFile]], config: DatasetConfig
 ) -> dict[str, torch.Tensor | list[torch.Tensor]]:
-    """Decode the ``files`` of a row by column; a picture or video that the row lacks is absent.
+    """Decode the ``files`` of a row by column; absent pictures and videos are left out.
 
-    The first of ``columns`` with files that has no size of its own determines the size of the item. All
-    videos of that size have equally many frames. Raises ConfigError.
+    The first of ``columns`` with files that shares the item's size determines it. All videos of that size
+    have equally many frames. Raises ConfigError.
     """
     # A column of several pictures is also there when it is empty: as an empty list.
     present = [column for column in columns if files[column.name] or column.kind == "images"]
@@ -447,14 +449,14 @@ def decode_row(
         own = None if column.own_size else shared
         targets = [own or target_size(size, config) for size in sizes(column)]
         if column.kind == "video":
-            most = config.num_frames if column.own_size else frames
+            max_frames = config.num_frames if column.own_size else frames
             clip = clips[column.name]
-            return _decode_video(clip, targets[0], picked_frames(clip, config, most))
-        found = [
-            _pixels(fitted(rgb_image(file, config.background), target))
+            return _decode_video(clip, targets[0], choose_frames(clip, config, max_frames))
+        pictures = [
+            _pixels(fit_picture(rgb_image(file, config.background), target))
             for file, target in zip(files[column.name], targets, strict=True)
         ]
-        return found if column.kind == "images" else found[0]
+        return pictures if column.kind == "images" else pictures[0]
 
     # Size and number of frames depend on all columns, so they are known before one is decoded.
     sharing = [column for column in present if not column.own_size]
@@ -463,14 +465,14 @@ def decode_row(
     frames = config.num_frames
     for column in sharing:
         if column.name in clips:
-            frames = len(picked_frames(clips[column.name], config, frames))
+            frames = len(choose_frames(clips[column.name], config, frames))
     return {column.name: decode(column) for column in present}
 
 
 def _decode_video(clip: Clip, target: Size, indices: Sequence[int]) -> torch.Tensor:
     frames = torch.empty((len(indices), 3, *target), dtype=torch.uint8, device="cpu")
     for place, picture in enumerate(clip.pictures(indices)):
-        frames[place] = _pixels(fitted(picture, target))
+        frames[place] = _pixels(fit_picture(picture, target))
     return frames.transpose(0, 1).contiguous()
 
 
@@ -480,13 +482,13 @@ def _pixels(picture: Image) -> torch.Tensor:
     return torch.from_numpy(import_decoder("numpy").array(picture)).permute(2, 0, 1).contiguous()
 
 
-def as_picture(pixels: torch.Tensor) -> Image:
-    """Return uint8 [3, H, W] as a Pillow image of mode RGB. Raises ConfigError where Pillow is absent."""
+def to_picture(pixels: torch.Tensor) -> Image:
+    """Convert uint8 [3, H, W] to a Pillow image of mode RGB; raises ConfigError."""
     return import_decoder("PIL.Image").fromarray(pixels.permute(1, 2, 0).contiguous().numpy())
 
 
 class PicturedText(str):
-    """A text with pictures; as a string it stands for both, by a digest of the pixels."""
+    """A text with pictures; the string has a digest of their pixels."""
 
     text: str
     pictures: tuple[Image, ...]
@@ -500,9 +502,9 @@ class PicturedText(str):
         for picture in pictures:
             # The size as well: the same bytes in other sides are another picture.
             hashed.update(repr(picture.size).encode() + picture.tobytes())
-        made = cls(f"{text} [pictures {hashed.hexdigest()}]")
-        made.text, made.pictures = text, tuple(pictures)
-        return made
+        pictured = cls(f"{text} [pictures {hashed.hexdigest()}]")
+        pictured.text, pictured.pictures = text, tuple(pictures)
+        return pictured
 
 
 def sample_texts(settings: SamplesConfig) -> tuple[list[str], list[str]]:

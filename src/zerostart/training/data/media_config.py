@@ -1,4 +1,4 @@
-"""The section ``media`` of a training configuration: data sets of pictures and videos, and their sizes."""
+"""The section ``media`` of a configuration: data sets of pictures and videos, and their sizes."""
 
 from __future__ import annotations
 
@@ -86,7 +86,9 @@ class DatasetConfig(Section):
     """Maximum number of pixels of a size that is chosen for each picture."""
     multiple_of: Positive = 16
     """All sizes are multiples of this number of pixels."""
-    buckets: Literal["own", "standard"] | list[tuple[Positive, Positive]] = "own"
+    buckets: Literal["own", "standard"] | Annotated[list[tuple[Positive, Positive]], Field(min_length=1)] = (
+        "own"
+    )
     """own (at most max_pixels), standard (max_pixels, 1:2 to 2:1), or a list of sizes [height, width]."""
     num_frames: Positive = 81
     """Maximum number of frames; a shorter video gives the largest number that time_division_factor allows."""
@@ -109,8 +111,6 @@ class DatasetConfig(Section):
             raise ValueError("height and width go together: give both, or none and max_pixels")
         if self.height is not None and self.buckets != "own":
             raise ValueError("buckets has no meaning together with height and width; leave one out")
-        if self.buckets == []:
-            raise ValueError("buckets is empty; list sizes [height, width], or write own or standard")
         sizes = [] if isinstance(self.buckets, str) else self.buckets
         for size in [(self.height, self.width)] if self.height and self.width else sizes:
             if any(side % self.multiple_of for side in size if side):
@@ -146,9 +146,9 @@ class DatasetConfig(Section):
             if name in ("prompt", ""):
                 raise ValueError(f"columns: {name!r} does not name files; prompt names the column of texts")
             if name not in KNOWN_COLUMNS and (isinstance(value, str) or value.kind is None):
-                known = ", ".join(KNOWN_COLUMNS)
+                known_names = ", ".join(KNOWN_COLUMNS)
                 raise ValueError(
-                    f"columns.{name} is none of {known}; say what it holds: "
+                    f"columns.{name} is none of {known_names}; say what it holds: "
                     f"{name}: {{column: ..., kind: image}} (or images, or video)"
                 )
         return self
@@ -174,14 +174,14 @@ class MediaConfig(DatasetConfig):
             return values
         common = {key: value for key, value in values.items() if key in DatasetConfig.model_fields}
         common.pop("source", None)
-        made = [{**common, **one} if isinstance(one, dict) else one for one in values["datasets"]]
-        return {**values, "datasets": made}
+        sections = [{**common, **one} if isinstance(one, dict) else one for one in values["datasets"]]
+        return {**values, "datasets": sections}
 
     @model_validator(mode="after")
     def _one_of_both(self) -> MediaConfig:
         if bool(self.source) == bool(self.datasets):
-            told = "both are given" if self.source else "neither is given"
-            raise ValueError(f"source or datasets say where the data are, and {told}: give one of them")
+            problem = "both are given" if self.source else "neither is given"
+            raise ValueError(f"source or datasets say where the data are, and {problem}: give one of them")
         return self
 
     @property

@@ -1,4 +1,4 @@
-"""Read tables of media: CSV, JSON, JSON lines, folders with text files, Hugging Face ``datasets``."""
+"""Read tables of media: CSV, JSON, JSON lines, folders with texts, ``datasets``."""
 
 from __future__ import annotations
 
@@ -71,11 +71,11 @@ def read_table(config: DatasetConfig) -> Table:
         names = " and ".join(table.name for table in tables)
         raise ConfigError(f"media.source {source} has {names}; name the file to use")
     if path.is_dir() and not tables:
-        base, found = path, _read_folder(path, config)
+        base, rows = path, _read_folder(path, config)
     else:
         path = tables[0] if tables else path
-        base, found = path.parent, _read_rows(path)
-    pairs = list(itertools.islice(found, config.items or None))
+        base, rows = path.parent, _read_rows(path)
+    pairs = list(itertools.islice(rows, config.items or None))
     if not pairs:
         raise ConfigError(f"media.source {source} is empty: it has no row to train on")
     base = expanded(config.base or base)
@@ -97,30 +97,30 @@ def _read_text(path: Path) -> str:
 
 def _read_rows(path: Path) -> Iterator[tuple[str, Row]]:
     """Yield the place and the cells of each row of a table file."""
-    found: Iterator[tuple[str, object]]
+    records: Iterator[tuple[str, object]]
     match path.suffix.lower():
         case ".csv":
-            found = _csv_rows(path)
+            records = _csv_rows(path)
         case ".json":
             rows = parse_json(_read_text(path), str(path))
             if not isinstance(rows, list):
                 raise ConfigError(f"{path}: a table is a JSON list of objects, not a {type(rows).__name__}")
-            found = ((f"{path}, entry {number}", row) for number, row in enumerate(rows, start=1))
+            records = ((f"{path}, entry {number}", row) for number, row in enumerate(rows, start=1))
         case ".jsonl":
             lines = enumerate(_read_text(path).splitlines(), start=1)
             places = ((f"{path}, line {number}", line) for number, line in lines if line.strip())
-            found = ((where, parse_json(line, where)) for where, line in places)
+            records = ((where, parse_json(line, where)) for where, line in places)
         case suffix:
-            what = "no such file or directory" if not path.exists() else f"not {suffix or path.name}"
-            raise ConfigError(f"media.source {path}: a table is a .csv, .json or .jsonl file: {what}")
-    for where, row in found:
+            problem = "no such file or directory" if not path.exists() else f"not {suffix or path.name}"
+            raise ConfigError(f"media.source {path}: a table is a .csv, .json or .jsonl file: {problem}")
+    for where, row in records:
         if not isinstance(row, dict):
             raise ConfigError(f"{where}: a row is a JSON object of columns, not a {type(row).__name__}")
         yield where, row
 
 
 def _csv_rows(path: Path) -> Iterator[tuple[str, Row]]:
-    """Yield rows of text, with None for an empty cell; the place is the last line of a row."""
+    """Yield rows of text with their last lines; an empty cell is None."""
     # `csv` handles line breaks itself: those within quotes stay as they are.
     reader = csv.DictReader(io.StringIO(_read_text(path), newline=""), strict=True)
     try:
@@ -140,8 +140,8 @@ def _csv_rows(path: Path) -> Iterator[tuple[str, Row]]:
 
 
 def _read_folder(folder: Path, config: DatasetConfig) -> Iterator[tuple[str, Row]]:
-    """Yield the pictures and videos below ``folder`` with their texts, in the order of their paths."""
-    found: list[tuple[str, Row]] = []
+    """Yield the pictures and videos below ``folder`` with their texts, sorted by path."""
+    rows: list[tuple[str, Row]] = []
     without: list[str] = []
     skipped: Counter[str] = Counter()
     for path in sorted(folder.rglob("*"), key=lambda path: path.relative_to(folder).as_posix()):
@@ -150,14 +150,14 @@ def _read_folder(folder: Path, config: DatasetConfig) -> Iterator[tuple[str, Row
             continue
         if (kind := _kind(path)) is None:
             skipped[path.suffix.lower() or name.name] += path != text
-        elif not config.items or len(found) < config.items:
+        elif not config.items or len(rows) < config.items:
             row = {kind: name.as_posix()}
             if config.prompt is not None and text.is_file():
                 row[config.prompt] = _read_text(text).strip()
             elif config.prompt is not None:
                 without.append(name.as_posix())
-            found.append((str(path), row))
-    if not found:
+            rows.append((str(path), row))
+    if not rows:
         raise ConfigError(
             f"media.source {folder}: no {', '.join(TABLES)}, picture or video in this directory; {_SUFFIXES}"
         )
@@ -170,7 +170,7 @@ def _read_folder(folder: Path, config: DatasetConfig) -> Iterator[tuple[str, Row
     if (+skipped) and current_world().rank == 0:
         kinds = ", ".join(f"{count} {suffix}" for suffix, count in sorted((+skipped).items()))
         logger.warning("media.source %s: skipped: %s; %s", folder, kinds, _SUFFIXES)
-    return iter(found)
+    return iter(rows)
 
 
 def _kind(path: Path) -> str | None:
@@ -179,7 +179,7 @@ def _kind(path: Path) -> str | None:
 
 
 def find_files(cell: object, kind: Kind, base: Path, column: str) -> tuple[MediaFile, ...]:
-    """Return the files that a cell names, relative to ``base`` or absolute, or whose bytes it holds.
+    """Return the files that a cell names (relative to ``base``) or contains.
 
     A text that begins with ``[`` is a JSON list of names, which CSV needs for several files. Raises
     ConfigError for a cell that names no file.
@@ -209,54 +209,55 @@ def _file(cell: object, base: Path, where: str) -> MediaFile:
     return MediaFile(str(base / cell), base / cell)
 
 
-def text_column(config: DatasetConfig, columns: Sequence[str]) -> str | None:
-    """Return the column of texts; None if ``config.prompt`` is. Raises ConfigError if it is absent.
+def find_text_column(config: DatasetConfig, columns: Sequence[str]) -> str | None:
+    """Return the column of texts, or None for a model without texts.
 
-    Without ``prompt`` in the configuration, ``caption`` and ``text`` are accepted too.
+    Raises ConfigError if it is absent. Without ``prompt`` in the configuration, ``caption`` and ``text`` are
+    accepted too.
     """
     if config.prompt is None or config.prompt in columns:
         return config.prompt
-    others = TEXT_COLUMNS if config.prompt == DatasetConfig.model_fields["prompt"].default else ()
-    for name in others:
+    alternatives = TEXT_COLUMNS if config.prompt == DatasetConfig.model_fields["prompt"].default else ()
+    for name in alternatives:
         if name in columns:
             return name
     raise _absent(config.prompt, columns, "media.prompt names the column of texts; null: there are none")
 
 
-def media_columns(config: DatasetConfig, table: Table) -> tuple[Column, ...]:
-    """Return the columns of files in ``table``, those that determine the size of an item first.
+def find_media_columns(config: DatasetConfig, table: Table) -> tuple[Column, ...]:
+    """Return the columns of files in ``table``; those that determine an item's size come first.
 
     Raises ConfigError if the table lacks a configured column or has no column of files.
     """
     columns = table.columns
-    given = config.columns or {name: name for name in KNOWN_COLUMNS if name in columns}
-    if not given and FILE_COLUMN in columns:
+    configured = config.columns or {name: name for name in KNOWN_COLUMNS if name in columns}
+    if not configured and FILE_COLUMN in columns:
         # A picture among videos is a video of one frame.
         names = (row.get(FILE_COLUMN) for row in table.rows)
         videos = any(isinstance(name, str) and _kind(Path(name)) == "video" for name in names)
-        given = {"video" if videos else "image": FILE_COLUMN}
-    if not given:
+        configured = {"video" if videos else "image": FILE_COLUMN}
+    if not configured:
         raise ConfigError(
             f"media.source {config.source}: none of its columns ({', '.join(columns)}) is one of "
             f"{', '.join(KNOWN_COLUMNS)}; name the columns of files in media.columns, such as "
             "columns: {image: file_name}"
         )
-    found = [_column(name, value) for name, value in given.items()]
-    for column in found:
+    chosen = [_column(name, value) for name, value in configured.items()]
+    for column in chosen:
         if column.column not in columns:
             raise _absent(column.column, columns, f"media.columns.{column.name} names it")
     leading = {"video": 0, "image": 1}
-    return tuple(sorted(found, key=lambda column: leading.get(column.name, 2)))
+    return tuple(sorted(chosen, key=lambda column: leading.get(column.name, 2)))
 
 
 def _column(name: str, value: str | ColumnConfig) -> Column:
-    given = ColumnConfig(column=value) if isinstance(value, str) else value
+    config = ColumnConfig(column=value) if isinstance(value, str) else value
     kind, size = KNOWN_COLUMNS.get(name, (None, None))
-    kind = given.kind or kind
+    kind = config.kind or kind
     assert kind is not None, "the configuration was checked for it"
     # The pictures of a list have different shapes.
-    size = given.size or size or ("own" if kind == "images" else "item")
-    return Column(name, given.column or name, kind, size == "own")
+    size = config.size or size or ("own" if kind == "images" else "item")
+    return Column(name, config.column or name, kind, size == "own")
 
 
 def _absent(column: str, columns: Sequence[str], how: str) -> ConfigError:
@@ -272,10 +273,10 @@ def _read_dataset(config: DatasetConfig) -> Table:
         import datasets
 
         if source.startswith(_PREFIX):
-            found = datasets.load_dataset(source.removeprefix(_PREFIX), split=split)
+            dataset = datasets.load_dataset(source.removeprefix(_PREFIX), split=split)
         else:
-            found = datasets.load_from_disk(str(expanded(source)))
-            found = found[split] if isinstance(found, dict) else found
+            dataset = datasets.load_from_disk(str(expanded(source)))
+            dataset = dataset[split] if isinstance(dataset, dict) else dataset
     except ImportError as error:
         raise ConfigError(
             f"media.source {source} is a Hugging Face dataset, but the package datasets cannot be "
@@ -284,14 +285,14 @@ def _read_dataset(config: DatasetConfig) -> Table:
     except Exception as error:  # of many types
         reason = " ".join(str(error).split())
         raise ConfigError(f"media.source {source}: cannot load the split {split!r}: {reason}") from error
-    if not len(found):
+    if not len(dataset):
         raise ConfigError(f"media.source {source} is empty: it has no row to train on")
     # Otherwise the library decodes every file of a row on access, by its own rules.
-    for name, feature in found.features.items():
-        found = found.cast_column(name, _undecoded(feature, datasets))
-    rows = found.select(range(min(config.items, len(found)))) if config.items else found
+    for name, feature in dataset.features.items():
+        dataset = dataset.cast_column(name, _undecoded(feature, datasets))
+    rows = dataset.select(range(min(config.items, len(dataset)))) if config.items else dataset
     where = partial("{0}, row {2} of {1}".format, source, split)
-    return Table(rows, tuple(found.features), expanded(config.base or "."), where)
+    return Table(rows, tuple(dataset.features), expanded(config.base or "."), where)
 
 
 def _undecoded(feature: Any, datasets: Any) -> Any:

@@ -1,8 +1,8 @@
-"""What an encoder of examples is: one class for each kind of pipeline, beside the family of its transformer.
+"""Encoders of examples, one class for each kind of pipeline.
 
-An encoder calls what its pipeline itself calls before its transformer (``encode_prompt``, ``encode_image``,
-the autoencoder, image processors), for one example at a time, so that what is kept is what the pipeline
-would feed. Pictures are taken in the size that the section ``media`` gives them.
+An encoder calls the same functions as its pipeline (``encode_prompt``, ``encode_image``, the autoencoder,
+image processors), for one example at a time, so its results are the inputs that the pipeline would pass to
+its transformer. Pictures have the size of the section ``media``.
 """
 
 from __future__ import annotations
@@ -17,88 +17,99 @@ import torch
 from zerostart.distributed.world import default_device
 from zerostart.errors import ConfigError
 from zerostart.training.config.configuration import CacheConfig
-from zerostart.training.data.media import as_picture
+from zerostart.training.data.media import to_picture
 from zerostart.training.data.media_config import KNOWN_COLUMNS, Kind
-from zerostart.training.diffusion.text_lengths import TextLengths
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
     from PIL.Image import Image
 
-#: A decoded example, as ``zerostart.training.data.items`` makes it.
+#: A decoded example, see ``zerostart.training.data.items``.
 Example = Mapping[str, Any]
-#: By the names of diffusers' pipelines, without a dimension of batches.
+#: Tensors under the names of diffusers' pipelines, without a batch dimension.
 Encoded = dict[str, torch.Tensor]
 
 
 class Encoder(ABC):
-    """Makes of an example what the transformer of its pipeline takes."""
+    """Converts an example to inputs of a pipeline's transformer."""
 
-    #: The columns of media that it has a use for.
+    #: The columns of media that it uses.
     takes: ClassVar[frozenset[str]] = frozenset({"image"})
-    #: What every example must have: of each entry (names with ``or`` between them) one column.
+    #: Required columns; an entry may name alternatives with ``or``.
     needs: ClassVar[tuple[str, ...]] = ("image",)
-    #: The columns of ``images`` of which it takes one picture.
+    #: The columns of ``images`` that may have only one picture.
     single: ClassVar[frozenset[str]] = frozenset()
-    #: Whether a text means something without the pictures of its example.
-    texts_alone: ClassVar[bool] = True
+    #: True if texts can be encoded without pictures.
+    encodes_texts: ClassVar[bool] = True
 
     def __init__(self, pipe: DiffusionPipeline, settings: CacheConfig) -> None:
         """``pipe`` is the pipeline without its transformers."""
+        from transformers import PreTrainedTokenizerBase
+
         self.pipe = pipe
         self.settings = settings
         self.device = default_device()
-        # Pipelines cut by this argument of their call, whose default differs from one to the next.
+        # The limit of texts is an argument of the pipeline's call.
         own = inspect.signature(type(pipe).__call__).parameters["max_sequence_length"].default
-        self.most_tokens = int(settings.max_sequence_length or own)
-        self.text = {"max_sequence_length": self.most_tokens, "device": self.device}
-        self.lengths = TextLengths(pipe)
+        self.max_tokens = int(settings.max_sequence_length or own)
+        self.text = {"max_sequence_length": self.max_tokens, "device": self.device}
+        parts = [getattr(part, "tokenizer", part) for part in pipe.components.values()]
+        # CLIP always sees the first 77 tokens only, next to another encoder.
+        self._tokenizers = [
+            one
+            for one in parts
+            if isinstance(one, PreTrainedTokenizerBase) and not type(one).__name__.startswith("CLIP")
+        ]
 
     @abstractmethod
     def encode(self, example: Example, generator: torch.Generator) -> Encoded:
-        """The tensors of an example; calls each text and image encoder equally often for every one.
+        """Return the tensors of an example; ``generator`` (of the CPU) draws its latents.
 
-        ``generator`` (of the CPU) is for the latents that are drawn.
+        Each text and image encoder is called equally often for every example.
         """
 
     @abstractmethod
     def prompt(self, text: str) -> Encoded:
-        """What becomes of a text alone."""
+        """Return the tensors of a text."""
 
     def sample(self, text: str, pictures: Sequence[Image]) -> Encoded:
-        """What its pipeline makes of a text and the ``pictures`` that a drawing starts from, but latents."""
+        """Return the tensors, except latents, of a text and pictures to start from."""
         return self.prompt(text)
 
-    def cut(self) -> str | None:
-        """In words by how much the texts since ``lengths.begin`` were too long, and what can be done."""
-        told = self.lengths.cut(self.most_tokens)
-        return told and f"{told}: shorten it, or raise cache.max_sequence_length where the model allows more"
+    def cut(self, text: str) -> str | None:
+        """Return a warning if the pipeline drops the end of ``text``."""
+        counts = [len(one(text, verbose=False)["input_ids"]) for one in self._tokenizers]
+        if (count := max(counts, default=0)) <= self.max_tokens:
+            return None
+        return (
+            f"its text has {count} tokens, of which at most {self.max_tokens} are taken: shorten it, or "
+            "raise cache.max_sequence_length where the model allows more"
+        )
 
     def check(self, example: Example) -> None:
         """Raise ConfigError for an example that this pipeline cannot take."""
-        # Other columns of the table come along as they are (numbers, texts) and are no business of an
-        # encoder.
-        given = {name for name, value in example.items() if _is_media(value)}
-        # Sorted, for the order of a set differs between runs, and so would the message.
-        if unknown := sorted(given - self.takes):
+        # Other columns of the table, such as numbers, are ignored.
+        media = {name for name, value in example.items() if _is_media(value)}
+        # Sorted, for the same message in every run.
+        if unknown := sorted(media - self.takes):
             raise ConfigError(
                 f"{self.kind} does not use the column {unknown[0]}; it uses "
                 f"{', '.join(sorted(self.takes))}: remove it from media.columns"
             )
-        for name in sorted(given & KNOWN_COLUMNS.keys()):
+        for name in sorted(media & KNOWN_COLUMNS.keys()):
             if KNOWN_COLUMNS[name][0] != (kind := _kind(example[name])):
                 raise ConfigError(
                     f"{self.kind} needs {name} as {KNOWN_COLUMNS[name][0]}, but media.columns makes it "
                     f"{kind}: leave kind out there"
                 )
         for entry in self.needs:
-            # An empty list of pictures is not among the given ones: it counts as missing.
-            if not given & set(entry.split(" or ")):
+            # An empty list of pictures counts as missing.
+            if not media & set(entry.split(" or ")):
                 raise ConfigError(f"{self.kind} needs the column {entry}, which is empty or missing")
-        for name in sorted(given & self.single):
+        for name in sorted(media & self.single):
             if len(example[name]) > 1:
                 raise ConfigError(f"{name} lists {len(example[name])} pictures; {self.kind} takes one")
-        for name in sorted(given):
+        for name in sorted(media):
             values = example[name] if isinstance(example[name], list) else [example[name]]
             for value in values:
                 height, width = value.shape[-2:]
@@ -115,56 +126,51 @@ class Encoder(ABC):
 
     @property
     def multiple(self) -> int:
-        """What heights and widths have to be multiples of."""
+        """Divisor of heights and widths."""
         return int(self.pipe.image_processor.config.vae_scale_factor)
 
     def pixels(self, value: torch.Tensor) -> torch.Tensor:
-        """A picture (uint8 [3, H, W]) as the autoencoder takes it, [1, 3, H, W], by the pipeline's processor.
-
-        Its values alone are not enough: bits of what comes out depend on how they lie in memory, too.
-        """
-        found: torch.Tensor = self.pipe.image_processor.preprocess(as_picture(value))
-        return found.to(self.device, self.pipe.vae.dtype)
+        """Convert uint8 [3, H, W] by the pipeline's processor to [1, 3, H, W] for the autoencoder."""
+        tensor: torch.Tensor = self.pipe.image_processor.preprocess(to_picture(value))
+        return tensor.to(self.device, self.pipe.vae.dtype)
 
     def target_latents(self, pixels: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        """Latents of ``pixels`` for the model to learn, [1, C, ...], as the autoencoder gives them."""
+        """Return latents of ``pixels`` for the model to learn, [1, C, ...], not normalised."""
         posterior = self.pipe.vae.encode(pixels).latent_dist
-        found: torch.Tensor = (
-            # The one random draw of an encoding; its generator follows from the cache's seed and the item's
-            # number.
+        latents: torch.Tensor = (
             posterior.sample(generator) if self.settings.posterior == "sample" else posterior.mode()
         )
-        return found
+        return latents
 
     def condition_latents(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Latents of ``pixels`` for the model to start from, [1, C, ...]: the mode, as pipelines take it."""
-        found: torch.Tensor = self.pipe.vae.encode(pixels).latent_dist.mode()
-        return found
+        """Return latents of ``pixels`` for the model to start from, [1, C, ...]: the mode."""
+        latents: torch.Tensor = self.pipe.vae.encode(pixels).latent_dist.mode()
+        return latents
 
 
 class VideoEncoder(Encoder):
-    """``latents`` [C, F, H, W] and what becomes of the text; a picture is a video of one frame."""
+    """Encodes ``latents`` [C, F, H, W] and the text; a picture is a video of one frame."""
 
     takes: ClassVar[frozenset[str]] = frozenset({"video", "image"})
     needs: ClassVar[tuple[str, ...]] = ("video or image",)
-    #: Latents, each way of a frame, in a patch of the transformer.
+    #: Height and width of the transformer's patches, in latents.
     patch: ClassVar[int] = 1
 
     @property
     def factors(self) -> tuple[int, int]:
-        """Frames, and pixels each way, that are one of the latents."""
+        """Frames, and pixels of height and width, of one latent."""
         return int(self.pipe.vae_scale_factor_temporal), int(self.pipe.vae_scale_factor_spatial)
 
     @property
     def multiple(self) -> int:
-        """What heights and widths have to be multiples of."""
+        """Divisor of heights and widths."""
         return self.factors[1] * self.patch
 
     def check(self, example: Example) -> None:
-        """Raise ConfigError for a number of frames that makes no whole latent ones, too."""
+        """Raise ConfigError also for a number of frames without whole latents."""
         super().check(example)
         frames, step = self.frames(example), self.factors[0]
-        # The first frame is a latent one by itself, and each further `step` frames make one more.
+        # The first frame is one latent, and each further `step` frames are another.
         if frames % step != 1:
             raise ConfigError(
                 f"a video has {frames} frames, but {self.kind} takes {step}k + 1: set "
@@ -172,30 +178,38 @@ class VideoEncoder(Encoder):
                 "media.time_division_remainder 1"
             )
 
+    def check_size(self, example: Example, *names: str) -> None:
+        """Raise ConfigError for pictures called ``names`` of another size than the video."""
+        for name in names:
+            frame, video = example.get(name), example.get("video")
+            if frame is not None and video is not None and frame.shape[-2:] != video.shape[-2:]:
+                raise ConfigError(
+                    f"{name} has another size than its video: set its size to `item` in media.columns"
+                )
+
     def frames(self, example: Example) -> int:
-        """How many frames an example has."""
+        """Return the number of frames of an example."""
         return int(example["video"].shape[1]) if "video" in example else 1
 
     def encode(self, example: Example, generator: torch.Generator) -> Encoded:
-        """See ``Encoder``."""
+        """Return ``latents`` and the tensors of the text."""
         clip = self.clip(example["video"] if "video" in example else example["image"][:, None])
-        # The normalisation acts on [1, C, F, H, W]; the axis of the batch goes last.
-        latents = self.normalised(self.target_latents(clip, generator))[0]
+        latents = self.normalise(self.target_latents(clip, generator))[0]
         return {**self.prompt(example["prompt"]), "latents": latents}
 
     def clip(self, video: torch.Tensor) -> torch.Tensor:
-        """A video (uint8 [3, F, H, W]) as the autoencoder takes it, [1, 3, F, H, W]."""
-        found: torch.Tensor = self.pipe.video_processor.preprocess_video(frames_of(video))
-        return found.to(self.device, self.pipe.vae.dtype)
+        """Convert uint8 [3, F, H, W] to [1, 3, F, H, W] for the autoencoder."""
+        pixels: torch.Tensor = self.pipe.video_processor.preprocess_video(split_frames(video))
+        return pixels.to(self.device, self.pipe.vae.dtype)
 
     @abstractmethod
-    def normalised(self, latents: torch.Tensor) -> torch.Tensor:
-        """Latents as the transformer sees them."""
+    def normalise(self, latents: torch.Tensor) -> torch.Tensor:
+        """Normalise latents for the transformer."""
 
 
-def frames_of(video: torch.Tensor) -> list[Image]:
-    """The pictures of a video, uint8 [3, F, H, W]."""
-    return [as_picture(frame) for frame in video.unbind(1)]
+def split_frames(video: torch.Tensor) -> list[Image]:
+    """Return the frames of a video, uint8 [3, F, H, W], as pictures."""
+    return [to_picture(frame) for frame in video.unbind(1)]
 
 
 def _kind(value: torch.Tensor | list[torch.Tensor]) -> Kind:

@@ -1,4 +1,4 @@
-"""The families of diffusion models: each is a file of this folder and a name in ``FAMILIES``."""
+"""Registry of the families of diffusion models, each in a file of this folder."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ FAMILIES: dict[str, type[Family]] = {
 
 
 def known_family(transformer: object) -> type[Family] | None:
-    """The family of diffusers' class ``transformer`` (a name); None for a class of none."""
+    """Return the family of diffusers' class ``transformer`` (a name), or None."""
     return next((family for family in FAMILIES.values() if str(transformer) in family.classes), None)
 
 
 def family_of(transformer: str, chosen: str | None = None) -> type[Family]:
-    """The family of diffusers' class ``transformer``, or the ``chosen`` one for a class of no family.
+    """Return the family of diffusers' class ``transformer``, or the ``chosen`` one.
 
-    Raises ConfigError for a class of no family where none is chosen, or where another one is.
+    Raises ConfigError for an unknown class without a choice, and for a known class with another choice.
     """
     if (family := known_family(transformer)) is not None:
         if chosen not in (None, family.name):
@@ -36,16 +36,15 @@ def family_of(transformer: str, chosen: str | None = None) -> type[Family]:
             )
         return family
     if chosen is not None:
-        # A class derived from a known one: only the user can say whose conventions it kept.
+        # Only the user knows whose conventions a derived class has.
         return FAMILIES[chosen]
-    known = ", ".join(sorted(name for family in FAMILIES.values() for name in family.classes))
-    raise ConfigError(f"{transformer} belongs to no family that flow-matching supports; it supports {known}")
+    names = ", ".join(sorted(name for family in FAMILIES.values() for name in family.classes))
+    raise ConfigError(f"{transformer} belongs to no family that flow-matching supports; it supports {names}")
 
 
 def encoder_class(pipeline: object) -> type[Encoder]:
-    """The encoder for pipelines of the class ``pipeline`` (a name); raises ConfigError if there is none."""
-    # A class of pipelines belongs to one family, so that nothing is overwritten here.
-    encoders = {name: kind for family in FAMILIES.values() for name, kind in family.encoders.items()}
+    """Return the encoder for pipelines of the class ``pipeline`` (a name); raises ConfigError."""
+    encoders = {name: encoder for family in FAMILIES.values() for name, encoder in family.encoders.items()}
     if not isinstance(pipeline, str) or pipeline not in encoders:
         raise ConfigError(
             f"pipelines of the class {pipeline!r} have no known encoders; known are those of "

@@ -1,4 +1,4 @@
-"""Families of diffusion transformers: their calls, the units of their flow and the layout of their latents.
+"""Families of diffusion transformers: their calls, units of time and layouts of latents.
 
 Everywhere else time ``t`` goes from 0 (the data) to 1 (noise), latents at it are ``(1 - t) * data + t *
 noise``, and the velocity is ``noise - data``. A family converts from and to these.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from math import exp
+from math import exp, prod
 from typing import Any, ClassVar
 
 import torch
@@ -34,6 +34,10 @@ class Family(ABC):
     classes: ClassVar[frozenset[str]]
     #: The encoder of examples for each class of its pipelines.
     encoders: ClassVar[Mapping[str, type[Encoder]]]
+    #: Latents in a token of the transformer, along each axis after the channels.
+    patch: tuple[int, ...] = (1, 1, 1)
+    #: The last of the 1000 times at which DiffSynth trains; None: just above 0.
+    last_time: ClassVar[float | None] = None
     #: The shift of training: a drawn time ``u`` becomes ``shift * u / (1 + (shift - 1) * u)``.
     shift: ClassVar[float]
     #: Tensors that an example may have next to ``latents``, and those that it must have.
@@ -59,20 +63,22 @@ class Family(ABC):
         # A family whose configuration names its width otherwise overrides this.
         return heads * size if heads and size else None
 
-    @abstractmethod
     def tokens(self, shape: Sequence[int]) -> int:
         """Return the number of tokens of latents of ``shape`` (without a batch)."""
+        return prod(size // patch for size, patch in zip(shape[1:], self.patch, strict=False))
 
     def shift_at(self, tokens: int) -> float:
-        """Return the pipeline's shift for this number of tokens. Raises ConfigError if it has none."""
+        """Return the pipeline's shift for a number of tokens; raises ConfigError without one."""
         raise ConfigError(
             f"task.shift: {self.name} has no shift by resolution; give a number, or leave it out"
         )
 
     def schedule(self, shift: float) -> torch.Tensor:
         """Return the 1000 times, from noise on, at which DiffSynth trains."""
-        # From exactly 1 down to just above 0.
-        return shifted(torch.linspace(1.0, 0.0, 1001, device="cpu")[:-1], shift)
+        times = shift_times(torch.linspace(1.0, 0.0, 1001, device="cpu")[:-1], shift)
+        # Stretched linearly in `1 - t`, so that 1 stays 1 and the last time becomes `last_time`.
+        last = self.last_time
+        return times if last is None else 1 - (1 - times) * (1 - last) / (1 - times[-1])
 
     def conditions(self, items: Sequence[Tensors]) -> Conditions:
         """Return the inputs next to the latents of ``items``, as one batch. Raises ConfigError."""
@@ -101,15 +107,22 @@ class Family(ABC):
         """Raise ConfigError for an example that the transformer cannot take."""
         return
 
+    def _check_channels(self, count: int, expected: int) -> None:
+        if count != expected:
+            raise ConfigError(
+                f"examples have latents (and condition) of {count} channels, but the transformer takes "
+                f"{expected}: they were encoded for another model"
+            )
+
     def _joined(self, name: str, parts: list[torch.Tensor]) -> object:
         """Stack one key of all examples, [batch, ...]; masked texts are padded first."""
         # A number, such as the frame rate, has no length and is never padded.
         lengths = [len(part) for part in parts if part.ndim]
         if self.masked and name in ("prompt_embeds", "prompt_embeds_mask") and len(set(lengths)) > 1:
-            most = max(lengths)
+            longest = max(lengths)
             # Zeros at the end of the first axis, the tokens; `pad` counts axes from the last one. The mask is
             # padded alike, and hides the padding.
-            parts = [pad(part, (*(0, 0) * (part.ndim - 1), 0, most - len(part))) for part in parts]
+            parts = [pad(part, (*(0, 0) * (part.ndim - 1), 0, longest - len(part))) for part in parts]
         shapes = {tuple(part.shape) for part in parts}
         if len(shapes) > 1:
             listed = " and ".join(map(str, sorted(shapes)))
@@ -130,41 +143,39 @@ class Family(ABC):
         """
 
     def stand_ins(self) -> Mapping[str, Callable[..., object]]:
-        """Return replacements for models that its pipeline does not need for encoded texts, by name."""
+        """Return replacements, by name, for models that encoded texts do not need."""
         return {}
 
     def trained(self, values: torch.Tensor, conditions: Conditions) -> torch.Tensor:
-        """Return the part of ``values`` (shaped as the latents) that enters the loss: not given frames."""
+        """Return the part of ``values`` (shaped as the latents) that enters the loss."""
         return values
 
     def images(self, conditions: Conditions) -> list[torch.Tensor]:
-        """Return the latents of the pictures to start from, in their order, each [batch, ...]."""
-        found: list[torch.Tensor] = []
-        while (image := conditions.get(f"image_latents.{len(found)}")) is not None:
-            found.append(image)
-        return found
+        """Return the latents of the pictures to start from, each [batch, ...]."""
+        images: list[torch.Tensor] = []
+        while (image := conditions.get(f"image_latents.{len(images)}")) is not None:
+            images.append(image)
+        return images
 
 
-def shifted(u: torch.Tensor, shift: float) -> torch.Tensor:
+def shift_times(u: torch.Tensor, shift: float) -> torch.Tensor:
     """Move times ``u`` towards noise."""
     return shift * u / (1 + (shift - 1) * u)
 
 
-def linear_shift(tokens: int, least: int, most: int, low: float, high: float) -> float:
+def linear_shift(tokens: int, min_tokens: int, max_tokens: int, low: float, high: float) -> float:
     """Return the shift whose logarithm is linear: ``low`` at ``least`` tokens, ``high`` at ``most``."""
     # diffusers' schedulers call this logarithm mu.
-    return exp(low + (high - low) * (tokens - least) / (most - least))
+    return exp(low + (high - low) * (tokens - min_tokens) / (max_tokens - min_tokens))
 
 
 class Packed(Family):
-    """A family whose transformers take latents [C, H, W], of even sides, as tokens of 2 by 2.
+    """A family whose transformers take latents [C, H, W] as tokens of 2 by 2.
 
     Further pictures follow the latents as tokens of the same kind.
     """
 
-    def tokens(self, shape: Sequence[int]) -> int:
-        """Return the number of patches of 2 by 2 latents."""
-        return shape[-2] // 2 * (shape[-1] // 2)
+    patch = (2, 2)
 
     def check(self, item: Tensors) -> None:
         """Raise ConfigError for odd sides."""
@@ -191,7 +202,7 @@ class Packed(Family):
             **self.model_inputs(pictures, conditions),
         )[0]
         # The transformer returns tokens of all pictures; those of the latents come first.
-        return _unpacked(predicted[:, : self.tokens(latents.shape)], *latents.shape[-2:])
+        return _unpacked(predicted[:, : self.tokens(latents.shape[1:])], *latents.shape[-2:])
 
     @abstractmethod
     def model_inputs(self, pictures: Sequence[torch.Tensor], conditions: Conditions) -> dict[str, object]:
@@ -199,15 +210,22 @@ class Packed(Family):
 
 
 def _packed(latents: torch.Tensor) -> torch.Tensor:
-    """Cut [batch, C, H, W] into tokens of 2 by 2: [batch, H/2 * W/2, 4 C]."""
+    """Convert [batch, C, H, W] to tokens of 2 by 2, [batch, H/2 W/2, 4 C]."""
     batch, channels, height, width = latents.shape
     # Channel, row and column within a token, as in `_pack_latents` of diffusers' pipelines.
-    cut = latents.reshape(batch, channels, height // 2, 2, width // 2, 2)
-    return cut.permute(0, 2, 4, 1, 3, 5).reshape(batch, height // 2 * (width // 2), channels * 4)
+    patches = latents.reshape(batch, channels, height // 2, 2, width // 2, 2)
+    return patches.permute(0, 2, 4, 1, 3, 5).reshape(batch, height // 2 * (width // 2), channels * 4)
 
 
 def _unpacked(tokens: torch.Tensor, height: int, width: int) -> torch.Tensor:
     """Invert ``_packed`` for latents of ``height`` by ``width``."""
     batch, _, channels = tokens.shape
-    cut = tokens.reshape(batch, height // 2, width // 2, channels // 4, 2, 2)
-    return cut.permute(0, 3, 1, 4, 2, 5).reshape(batch, channels // 4, height, width)
+    patches = tokens.reshape(batch, height // 2, width // 2, channels // 4, 2, 2)
+    return patches.permute(0, 3, 1, 4, 2, 5).reshape(batch, channels // 4, height, width)
+
+
+def grid_positions(latents: torch.Tensor, number: int, patch: int = 1) -> torch.Tensor:
+    """Return the picture's ``number``, row and column of each token, [tokens, 3]."""
+    rows, columns = (torch.arange(size // patch, device=latents.device) for size in latents.shape[-2:])
+    grid = torch.cartesian_prod(rows, columns)
+    return torch.cat([torch.full_like(grid[:, :1], number), grid], dim=1)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from math import prod
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -15,10 +14,10 @@ from zerostart.training.diffusion.family import Conditions, Family, Tensors
 
 
 class HunyuanVideoEncoder(VideoEncoder):
-    """``latents`` [C, F, H, W]; ``prompt_embeds`` of the text model, with the ``prompt_attention_mask``.
+    """Encodes ``latents`` [C, F, H, W] and the text.
 
-    The text is put into the pipeline's template, of which nothing is kept. ``pooled_prompt_embeds`` [D] are
-    of CLIP.
+    ``prompt_embeds`` and ``prompt_attention_mask`` come from the text model, without the pipeline's template,
+    and ``pooled_prompt_embeds`` [D] from CLIP.
     """
 
     patch: ClassVar[int] = 2
@@ -31,13 +30,12 @@ class HunyuanVideoEncoder(VideoEncoder):
             "prompt_attention_mask": mask[0],
         }
 
-    def normalised(self, latents: torch.Tensor) -> torch.Tensor:
-        # No mean is taken off: the pipeline decodes `latents / scaling_factor`.
+    def normalise(self, latents: torch.Tensor) -> torch.Tensor:
         return latents * float(self.pipe.vae.config.scaling_factor)
 
 
 class HunyuanVideo(Family):
-    """Latents are [C, F, H, W]; a timestep goes from 0 to 1000, and so many times is guidance counted."""
+    """HunyuanVideo: latents [C, F, H, W]; timestep and guidance in units of 1 / 1000."""
 
     name: ClassVar[str] = "hunyuan-video"
     unit: ClassVar[float] = 1000.0
@@ -49,39 +47,30 @@ class HunyuanVideo(Family):
     )
     required: ClassVar[frozenset[str]] = keys
 
-    def tokens(self, shape: Sequence[int]) -> int:
-        """By the patches of the transformer."""
-        return prod(size // patch for size, patch in zip(shape[1:], self._patch, strict=True))
+    def __init__(self, config: Mapping[str, Any], guidance: float = 1.0) -> None:
+        super().__init__(config, guidance)
+        side = config.get("patch_size", 2)
+        self.patch = (config.get("patch_size_t", 1), side, side)
 
     def check(self, item: Tensors) -> None:
-        """Channels and sides as the transformer takes them, of text to video. Raises ConfigError."""
+        """Raise ConfigError for other channels, odd sides and image-to-video transformers."""
         if (kind := self.config.get("image_condition_type")) is not None:
             raise ConfigError(
                 f"{self.name} trains text to video, and this transformer starts from pictures "
                 f"(image_condition_type {kind})"
             )
         channels, *sizes = item["latents"].shape
-        if channels != (wanted := self.config.get("in_channels", 16)):
-            raise ConfigError(
-                f"examples have latents of {channels} channels, but the transformer takes {wanted}: they "
-                "were encoded for another model"
-            )
-        if any(size % patch for size, patch in zip(sizes, self._patch, strict=True)):
+        self._check_channels(channels, self.config.get("in_channels", 16))
+        if any(size % patch for size, patch in zip(sizes, self.patch, strict=True)):
             raise ConfigError(
                 f"latents of {sizes} (frames, height, width) cannot be cut into patches of "
-                f"{list(self._patch)}: make each a multiple"
+                f"{list(self.patch)}: make each a multiple"
             )
-
-    @property
-    def _patch(self) -> tuple[int, ...]:
-        # In the order of the latents' axes: frames, rows, columns.
-        across = self.config.get("patch_size", 2)
-        return self.config.get("patch_size_t", 1), across, across
 
     def velocity(
         self, model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions: Conditions
     ) -> torch.Tensor:
-        # In the dtype of the latents before it is multiplied, as the pipeline rounds it.
+        # The pipeline rounds to the dtype of the latents before it multiplies.
         strength = torch.full_like(t, self.guidance, dtype=latents.dtype) * self.unit
         predicted: torch.Tensor = model(
             hidden_states=latents,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from zerostart.training.data.media import as_picture
+from zerostart.training.data.media import to_picture
 from zerostart.training.diffusion.encoder import Encoded, Encoder, Example
 from zerostart.training.diffusion.family import Conditions, Packed, Tensors, linear_shift
 
@@ -17,113 +17,111 @@ if TYPE_CHECKING:
 
 
 class QwenImageEncoder(Encoder):
-    """``latents`` [C, H, W], ``prompt_embeds`` as long as the text is, and their mask, of ones."""
+    """Encodes ``latents`` [C, H, W], and ``prompt_embeds`` of the text's length with their mask."""
 
     def encode(self, example: Example, generator: torch.Generator) -> Encoded:
-        latents = self.normalised(self.target_latents(self.frame(example["image"]), generator))
-        # Example 0 of the batch, frame 0: the autoencoder is one of videos, the model one of pictures.
+        latents = self.normalise(self.target_latents(self.frame(example["image"]), generator))
+        # Frame 0: the autoencoder is one of videos.
         return {**self.embedded(example), "latents": latents[0, :, 0]}
 
     def embedded(self, example: Example) -> Encoded:
-        """What becomes of the text of an example."""
+        """Return the tensors of an example's text."""
         return self.prompt(example["prompt"])
 
     def prompt(self, text: str) -> Encoded:
         return _texts(*self.pipe.encode_prompt(text, **self.text))
 
     def frame(self, picture: torch.Tensor) -> torch.Tensor:
-        """A picture as the autoencoder of videos takes it, [1, 3, 1, H, W]."""
+        """Convert a picture to [1, 3, 1, H, W] for the autoencoder of videos."""
         return self.pixels(picture).unsqueeze(2)
 
-    def normalised(self, latents: torch.Tensor) -> torch.Tensor:
-        """Latents as the transformer sees them."""
+    def normalise(self, latents: torch.Tensor) -> torch.Tensor:
+        """Normalise latents for the transformer."""
         mean, deviation = self.statistics(latents)
-        # By the reciprocal, as diffusers' image-to-image pipeline has it: a division may differ in the last
-        # bit.
+        # The reciprocal, as in diffusers' image-to-image pipeline: a division may differ in the last bit.
         return (latents - mean) * (1.0 / deviation)
 
     def statistics(self, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mean and standard deviation of latents, as they are known for the autoencoder, like ``latents``."""
+        """Return mean and standard deviation of the autoencoder's latents, like ``latents``."""
         config, shape = self.pipe.vae.config, (1, -1, 1, 1, 1)
         mean = torch.tensor(config.latents_mean, device="cpu").view(shape)
         deviation = torch.tensor(config.latents_std, device="cpu").view(shape)
-        # Rounded to the dtype of the latents before the arithmetic, as in the pipelines.
+        # The pipelines round to the dtype of the latents first.
         return mean.to(latents), deviation.to(latents)
 
 
 class QwenImageEditEncoder(QwenImageEncoder):
-    """Adds ``image_latents.0`` [C, H', W'] of the picture to edit, which the text encoder sees, too."""
+    """Adds ``image_latents.0`` [C, H', W'] of the picture to edit.
+
+    The text encoder sees the picture, too.
+    """
 
     takes: ClassVar[frozenset[str]] = frozenset({"image", "edit_image"})
     needs: ClassVar[tuple[str, ...]] = ("image", "edit_image")
     single: ClassVar[frozenset[str]] = frozenset({"edit_image"})
-    texts_alone: ClassVar[bool] = False
+    encodes_texts: ClassVar[bool] = False
 
     def encode(self, example: Example, generator: torch.Generator) -> Encoded:
-        found = super().encode(example, generator)
+        encoded = super().encode(example, generator)
         for place, picture in enumerate(example["edit_image"]):
             latents = self.condition_latents(self.frame(picture))
             mean, deviation = self.statistics(latents)
-            # The pipelines of editing divide, where the others multiply: the last bit may differ.
-            found[f"image_latents.{place}"] = ((latents - mean) / deviation)[0, :, 0]
-        return found
+            # Editing pipelines divide; the last bit may differ from the multiplication of the others.
+            encoded[f"image_latents.{place}"] = ((latents - mean) / deviation)[0, :, 0]
+        return encoded
 
     def embedded(self, example: Example) -> Encoded:
-        """What becomes of the text of an example and its pictures."""
+        """Return the tensors of an example's text with its pictures."""
         shown = self.shown(example["edit_image"])
         return _texts(*self.pipe.encode_prompt(example["prompt"], image=shown, **self.text))
 
     def sample(self, text: str, pictures: Sequence[Image]) -> Encoded:
-        """The text encoder sees the picture in the size that the pipeline gives it."""
+        """Return the tensors of a text with pictures in the pipeline's size."""
         shown = [self.scaled(picture) for picture in pictures]
-        # A list stands for several pictures, which only the pipeline of these takes.
+        # Only the pipeline of several pictures takes a list.
         image = shown[0] if "edit_image" in self.single else shown
         return _texts(*self.pipe.encode_prompt(text, image=image, **self.text))
 
     def scaled(self, picture: Image) -> Image:
-        """A picture as the pipeline shows it to its text encoder."""
+        """Scale a picture for the text encoder, as the pipeline does."""
         from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit as edit
 
-        # `Image.size` is (width, height): the ratio is width to height. The area is the pipeline's.
         width, height, _ = edit.calculate_dimensions(1024 * 1024, picture.size[0] / picture.size[1])
-        found: Image = self.pipe.image_processor.resize(picture, height, width)
-        return found
+        resized: Image = self.pipe.image_processor.resize(picture, height, width)
+        return resized
 
     def shown(self, pictures: Sequence[torch.Tensor]) -> Image | list[Image]:
-        """What the text encoder sees of the pictures: the one, as it is encoded."""
-        return as_picture(pictures[0])
+        """Return the pictures for the text encoder: the one, unscaled."""
+        return to_picture(pictures[0])
 
 
 class QwenImageEditPlusEncoder(QwenImageEditEncoder):
-    """The same with any number of pictures: ``image_latents.0``, ``image_latents.1`` and so on."""
+    """Adds ``image_latents.0``, ``image_latents.1`` and so on of any number of pictures."""
 
     single: ClassVar[frozenset[str]] = frozenset()
 
     def shown(self, pictures: Sequence[torch.Tensor]) -> Image | list[Image]:
-        """What the text encoder sees: each of them, scaled down to the area that the pipeline shows it."""
-        return [self.scaled(picture) for picture in map(as_picture, pictures)]
+        """Return the pictures for the text encoder, scaled."""
+        return [self.scaled(picture) for picture in map(to_picture, pictures)]
 
     def scaled(self, picture: Image) -> Image:
-        """Of another area than the autoencoder sees."""
+        """Scale a picture to the pipeline's area for the text encoder."""
         from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as plus
 
         ratio = picture.size[0] / picture.size[1]
         width, height = plus.calculate_dimensions(plus.CONDITION_IMAGE_SIZE, ratio)
-        found: Image = self.pipe.image_processor.resize(picture, height, width)
-        return found
+        resized: Image = self.pipe.image_processor.resize(picture, height, width)
+        return resized
 
 
 def _texts(embeds: torch.Tensor, mask: torch.Tensor | None) -> Encoded:
-    """The pipeline leaves a mask out that hides nothing."""
+    """Return embeddings and mask; the pipeline leaves out a mask of ones."""
     whole = torch.ones(embeds.shape[:2], dtype=torch.long, device=embeds.device) if mask is None else mask
     return {"prompt_embeds": embeds[0], "prompt_embeds_mask": whole[0]}
 
 
-_TERMINAL = 0.02  # the last time of DiffSynth's schedule
-
-
 class QwenImage(Packed):
-    """Latents are [C, H, W], tokens of 2 by 2; time goes from 0 to 1. Texts are masked."""
+    """Qwen-Image: latents [C, H, W], masked texts; time from 0 to 1."""
 
     name: ClassVar[str] = "qwen-image"
     classes: ClassVar[frozenset[str]] = frozenset({"QwenImageTransformer2DModel"})
@@ -133,25 +131,20 @@ class QwenImage(Packed):
         "QwenImageEditPlusPipeline": QwenImageEditPlusEncoder,
     }
     shift: ClassVar[float] = exp(0.8)
+    last_time: ClassVar[float | None] = 0.02
     keys: ClassVar[frozenset[str]] = frozenset({"prompt_embeds", "prompt_embeds_mask"})
     most_images: ClassVar[int] = 16
     masked: ClassVar[bool] = True
 
     def shift_at(self, tokens: int) -> float:
-        """As the scheduler of the released pipelines has it."""
+        """Return the shift of the released pipelines' scheduler."""
         return linear_shift(tokens, 256, 8192, 0.5, 0.9)
 
-    def schedule(self, shift: float) -> torch.Tensor:
-        """Stretched to its last time."""
-        times = super().schedule(shift)
-        # Linear in `1 - t`, so that 1 stays 1 and the last time becomes the terminal one.
-        return 1 - (1 - times) * (1 - _TERMINAL) / (1 - times[-1])
-
     def conditions(self, items: Sequence[Tensors]) -> Conditions:
-        """With a mask wherever texts are padded, or one of them has one."""
+        """Return the inputs, with a mask if texts are padded or one has a mask."""
         lengths = {len(item["prompt_embeds"]) for item in items if "prompt_embeds" in item}
         if len(lengths) > 1 or any("prompt_embeds_mask" in item for item in items):
-            # An example's own mask stands after the made one in the dict, and so replaces it.
+            # An example's own mask comes later, and so replaces the new one.
             items = [{"prompt_embeds_mask": _whole(item), **item} for item in items]
         return super().conditions(items)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -13,23 +13,22 @@ from zerostart.training.diffusion.family import Conditions, Family
 
 
 class ZImageEncoder(Encoder):
-    """``latents`` [C, H, W] and ``prompt_embeds``, as long as the text is."""
+    """Encodes ``latents`` [C, H, W], and ``prompt_embeds`` of the text's length."""
 
     def encode(self, example: Example, generator: torch.Generator) -> Encoded:
         config = self.pipe.vae.config
         latents = self.target_latents(self.pixels(example["image"]), generator)
-        # The reverse of the pipeline's `latents / scaling_factor + shift_factor` before it decodes.
-        normalised = (latents - config.shift_factor) * config.scaling_factor
-        return {**self.prompt(example["prompt"]), "latents": normalised[0]}
+        scaled = (latents - config.shift_factor) * config.scaling_factor
+        return {**self.prompt(example["prompt"]), "latents": scaled[0]}
 
     def prompt(self, text: str) -> Encoded:
-        # A list with one tensor for each text, already without padding.
+        # A list with one unpadded tensor for each text.
         (embeds,), _ = self.pipe.encode_prompt(text, do_classifier_free_guidance=False, **self.text)
         return {"prompt_embeds": embeds}
 
 
 class ZImage(Family):
-    """Latents are [C, H, W]. Time goes the other way, from 0 (noise) to 1, and so does the velocity.
+    """Z-Image: latents [C, H, W]; time from 0 (noise) to 1, and so the velocity.
 
     The transformer takes lists, so that texts may differ in length.
     """
@@ -41,15 +40,13 @@ class ZImage(Family):
     }
     shift: ClassVar[float] = 3.0
 
+    patch = (2, 2)
+
     @property
     def hidden_size(self) -> int | None:
-        """The width of the transformer."""
+        """Width of the transformer."""
         size: int | None = self.config.get("dim")
         return size
-
-    def tokens(self, shape: Sequence[int]) -> int:
-        """2 by 2 latents each."""
-        return shape[-2] // 2 * (shape[-1] // 2)
 
     def _joined(self, name: str, parts: list[torch.Tensor]) -> Any:
         return parts if name == "prompt_embeds" else super()._joined(name, parts)
@@ -57,9 +54,9 @@ class ZImage(Family):
     def velocity(
         self, model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions: Conditions
     ) -> torch.Tensor:
-        # Each picture [C, 1, H, W], a video of one frame; the class multiplies its time by 1000 itself.
+        # Each picture is [C, 1, H, W], a video of one frame.
         predicted = model(
             list(latents.unsqueeze(2).unbind(0)), 1 - t, list(conditions["prompt_embeds"]), return_dict=False
         )[0]
-        # It predicts from noise to data; the sign turns that into the velocity of this package.
+        # It predicts the velocity from noise to data.
         return -torch.stack(list(predicted)).squeeze(2)

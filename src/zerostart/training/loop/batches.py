@@ -1,12 +1,12 @@
-"""Which examples make up a batch, in which order.
+"""Choose the examples of each batch, and their order.
 
-The order of batches whose examples have tensors of the same shapes follows from the seed, the epoch, the
-size of a batch and the number of batches in a step alone: so any number of ranks that share a step of that
-many batches see the same examples in each step, also when one resumes from a checkpoint of another.
+The order follows from the seed, the epoch, the batch size and the number of batches in a step: any number of
+ranks that share such a step sees the same examples in each step, also after a resume.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
@@ -22,12 +22,12 @@ logger = logging.getLogger("zerostart")
 
 
 class Buckets(Sampler[list[int]]):
-    """Batches of indices; those with the same one of ``shapes`` are a bucket.
+    """Batches of indices; examples with equal ``shapes`` are a bucket.
 
-    In each epoch the examples come in a new order. Whenever ``step`` batches of ``batch_size`` of one
-    bucket have come together they are the next step. What is left of the buckets in the end makes up steps
-    of several buckets, each batch still of one. What then fills no batch, and batches that fill no step,
-    are left out of this epoch: others in each.
+    In each epoch the examples come in a new order. As soon as a bucket has ``step`` batches of
+    ``batch_size``, they are the next step. The remaining whole batches of all buckets make up the last steps;
+    each batch is of one bucket. Examples that fill no batch, and batches that fill no step, are left out of
+    this epoch.
     """
 
     def __init__(self, shapes: Sequence[Hashable], batch_size: int, step: int, seed: int) -> None:
@@ -37,96 +37,82 @@ class Buckets(Sampler[list[int]]):
         self._step = step
         self._seed = seed
         self._epoch = 0
-        # Batches to be left out of the next pass; it forgets them, for the epoch after is whole again.
-        self._passed_over = 0
+        self._skipped = 0
         self._sizes = Counter(shapes)
 
     @property
     def sampler(self) -> Buckets:
-        """Itself: accelerate tells the sampler of a sampler of batches which epoch it is."""
+        """Itself: accelerate calls ``set_epoch`` of a batch sampler's sampler."""
         return self
 
     def set_epoch(self, epoch: int) -> None:
-        """Have the next pass be that of ``epoch``."""
+        """Set the epoch of the next pass."""
         self._epoch = epoch
 
-    def pass_over(self, batches: int) -> None:
-        """Have the next pass, and no other, begin after so many batches."""
-        self._passed_over = batches
+    def skip(self, batches: int) -> None:
+        """Skip the first ``batches`` of the next pass only."""
+        self._skipped = batches
 
     def __len__(self) -> int:
-        """Batches of an epoch: equally many in each."""
-        # In two parts, as ``_batches`` makes them: steps of one bucket, and what is left of all buckets
-        # together.
+        """Return the number of batches in an epoch, the same in each."""
+        # Steps of one bucket, and steps of the rest of all buckets, as in ``_batches``.
         whole = sum(size // (self.batch_size * self._step) for size in self._sizes.values())
-        left = sum(size % (self.batch_size * self._step) // self.batch_size for size in self._sizes.values())
-        return (whole + left // self._step) * self._step
+        rest = sum(size % (self.batch_size * self._step) // self.batch_size for size in self._sizes.values())
+        return (whole + rest // self._step) * self._step
 
     def __iter__(self) -> Iterator[list[int]]:
-        # The order is drawn whole also where a part is passed over: what is left of it is then as it was.
-        start, self._passed_over = self._passed_over, 0
-        for number, batch in enumerate(self._batches()):
-            if number >= start:
-                yield batch
+        start, self._skipped = self._skipped, 0
+        # The whole order is drawn, so that the rest is the same without the skipped part.
+        return itertools.islice(self._batches(), start, None)
 
     @property
     def order(self) -> str:
-        """By what the order of an epoch goes, in words: that of two with the same words is the same."""
-        # Of one bucket the examples come as they are drawn, however a step is cut into batches.
+        """Description of the order of an epoch; equal descriptions mean equal orders."""
+        # In one bucket the examples come in the drawn order, however a step is cut into batches.
         if len(self._sizes) == 1:
             return f"seed {self._seed}, {self.batch_size * self._step} examples a step"
         return f"seed {self._seed}, {self._step} batches of {self.batch_size} a step"
 
     def never_seen(self) -> int:
-        """How many examples are in buckets that fill no batch."""
+        """Return the number of examples in buckets that fill no batch."""
         return sum(size for size in self._sizes.values() if size < self.batch_size)
 
     def _batches(self) -> Iterator[list[int]]:
-        # As accelerate seeds its own sampler: where all are of one bucket the order is the same.
+        # As accelerate seeds its own sampler: with one bucket the order is the same.
         generator = torch.Generator(device="cpu").manual_seed(self._seed + self._epoch)
         order: list[int] = torch.randperm(len(self._shapes), generator=generator, device="cpu").tolist()
         waiting: dict[Hashable, list[int]] = {}
         for index in order:
-            # Of several buckets the one that fills up first comes first: that follows from the drawn order,
-            # so it is the same on every rank.
-            together = waiting.setdefault(self._shapes[index], [])
-            together.append(index)
-            if len(together) == self.batch_size * self._step:
-                yield from self._cut(together)
-                together.clear()
-        left = [batch for together in waiting.values() for batch in self._cut(together)]
-        # Whole steps alone: each rank has to have a batch in each.
-        yield from left[: len(left) // self._step * self._step]
+            bucket = waiting.setdefault(self._shapes[index], [])
+            bucket.append(index)
+            if len(bucket) == self.batch_size * self._step:
+                yield from self._cut(bucket)
+                bucket.clear()
+        rest = [batch for bucket in waiting.values() for batch in self._cut(bucket)]
+        # Only whole steps: each rank needs a batch in each.
+        yield from rest[: len(rest) // self._step * self._step]
 
-    def _cut(self, together: Sequence[int]) -> list[list[int]]:
-        """Whole batches."""
-        starts = range(0, len(together) - self.batch_size + 1, self.batch_size)
-        return [list(together[start : start + self.batch_size]) for start in starts]
+    def _cut(self, bucket: Sequence[int]) -> list[list[int]]:
+        starts = range(0, len(bucket) - self.batch_size + 1, self.batch_size)
+        return [list(bucket[start : start + self.batch_size]) for start in starts]
 
 
-def epochs_as_steps(items: Items, train: TrainingConfig, count: int) -> TrainingConfig:
-    """``train`` with as many steps as its epochs are, rounded up; as it is where it has none.
-
-    ``count`` batches go to the ranks at a time. Raises :class:`ConfigError` where an epoch has no batch.
-    """
+def convert_epochs(items: Items, train: TrainingConfig, ranks: int) -> TrainingConfig:
+    """Return ``train`` with its epochs, if any, converted to steps (at least one)."""
     if train.epochs is None:
         return train
-    at_once = count * train.accumulation
-    batches = len(Buckets(items.shapes(), train.batch_size, at_once, train.seed))
-    # Too few examples for a step are refused where the order is made, in words of the data.
-    return train.model_copy(update={"steps": max(1, train.epochs * batches // at_once), "epochs": None})
+    step = ranks * train.accumulation
+    batches = len(Buckets(items.shapes(), train.batch_size, step, train.seed))
+    return train.model_copy(update={"steps": max(1, train.epochs * batches // step), "epochs": None})
 
 
-def order_of(items: Items, train: TrainingConfig, count: int) -> Buckets:
-    """In which order a ``DataLoader`` takes ``items``, of which ``count`` batches go to the ranks at a time.
-
-    Raises :class:`ConfigError` for too few items.
-    """
-    buckets = Buckets(items.shapes(), train.batch_size, count * train.accumulation, train.seed)
+def make_buckets(items: Items, train: TrainingConfig, ranks: int) -> Buckets:
+    """Return the order of ``items`` for a ``DataLoader``. Raises ConfigError for too few items."""
+    buckets = Buckets(items.shapes(), train.batch_size, ranks * train.accumulation, train.seed)
     if not len(buckets):
         raise ConfigError(
             f"the data has {len(items)} examples to train on; one step takes "
-            f"{train.batch_size * count * train.accumulation} (train.batch_size, times train.accumulation, "
+            f"{train.batch_size * ranks * train.accumulation} (train.batch_size, times train.accumulation, "
             "times ranks), and those of one batch have the same shapes: lower one of these, or raise "
             "media.repeats"
         )

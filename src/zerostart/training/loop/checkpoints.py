@@ -31,12 +31,12 @@ logger = logging.getLogger("zerostart")
 
 @dataclass
 class History:
-    """Progress of a run: steps done, losses of the first and the last step, and held-out losses by step."""
+    """Progress of a run."""
 
     steps: int = 0
-    first_loss: float | None = None
+    first_loss: float | None = None  # of the first step
     last_loss: float | None = None
-    held_out: dict[int, float] = field(default_factory=dict)
+    held_out: dict[int, float] = field(default_factory=dict)  # losses by step
 
     def note(self, loss: float) -> None:
         """Add a step."""
@@ -47,7 +47,7 @@ class History:
 
 
 def checkpoint_to_resume(resume: str | None, directory: Path, world: World) -> Path | None:
-    """Find the checkpoint that the run resumes from, the same on every rank; None for a new run.
+    """Find the checkpoint to resume from, the same on every rank; None for a new run.
 
     Raises ConfigError if ``resume`` is not a complete checkpoint.
     """
@@ -66,29 +66,24 @@ def checkpoint_to_resume(resume: str | None, directory: Path, world: World) -> P
             "output directory, or set resume=auto"
         )
 
-    found: Path | None = world.broadcast_object(find, "looking for a checkpoint")
-    return found
+    checkpoint: Path | None = world.broadcast_object(find, "looking for a checkpoint")
+    return checkpoint
 
 
+@dataclass
 class Checkpoints:
-    """Saves a session at intervals, and restores it from a checkpoint."""
+    """Saves a session at intervals, and restores it from a checkpoint.
 
-    def __init__(
-        self,
-        config: CheckpointConfig,
-        directory: Path,
-        session: Session,
-        course: Mapping[str, Any],
-        adapted: bool,
-    ) -> None:
-        """``course``: the values that determine the course of the run; ``adapted``: it trains a LoRA."""
-        self._config = config
-        self._folder = directory / FOLDER
-        self._session = session
-        self._course = course
-        self._adapted = adapted
-        self._last_saving: Saving | None = None
-        self._newest: Path | None = None
+    ``course``: the values that determine the course of the run; ``adapted``: it trains a LoRA.
+    """
+
+    config: CheckpointConfig
+    directory: Path
+    session: Session
+    course: Mapping[str, Any]
+    adapted: bool
+    _last_saving: Saving | None = None
+    _newest: Path | None = None
 
     @property
     def recovery_hint(self) -> str:
@@ -99,41 +94,41 @@ class Checkpoints:
 
     @property
     def _optimizer(self) -> torch.optim.Optimizer | None:
-        return None if self._session.engine.owns_optimizer else self._session.optimizer
+        return None if self.session.engine.owns_optimizer else self.session.optimizer
 
     @property
     def _averages(self) -> list[StateTensor]:
-        return [] if self._session.ema is None else self._session.ema.averages
+        return [] if self.session.ema is None else self.session.ema.averages
 
     def due(self, step: int, stopped: bool) -> bool:
-        """Return True if ``step`` is to be saved, as the last step of a ``stopped`` run is."""
-        return bool(self._config.every) and (stopped or step % self._config.every == 0)
+        """Return True if ``step`` is to be saved, or ends a ``stopped`` run."""
+        return bool(self.config.every) and (stopped or step % self.config.every == 0)
 
     def save(self, history: History) -> None:
         """Save the session and its history, and delete older checkpoints; collective."""
         # In examples, not in batches or steps: a run with another number of ranks or another batch size has
         # to find the same place.
-        epoch, batches = self._session.position
+        epoch, batches = self.session.position
         extra = {
             "step": history.steps,
             "epoch": epoch,
-            "sequences": batches * self._session.items_a_round,
-            "course": dict(self._course),
-            "order": self._session.buckets.order,
-            "schedule": self._session.scheduler.state_dict(),
+            "sequences": batches * self.session.items_a_round,
+            "course": dict(self.course),
+            "order": self.session.buckets.order,
+            "schedule": self.session.scheduler.state_dict(),
             "losses": [history.first_loss, history.last_loss],
             "held_out": [list(item) for item in history.held_out.items()],
-            "ema": None if self._session.ema is None else self._session.ema.updates,
+            "ema": None if self.session.ema is None else self.session.ema.updates,
         }
         # Eight digits, so that names sort as steps do.
-        path = self._folder / f"step-{history.steps:08d}"
+        path = self.directory / FOLDER / f"step-{history.steps:08d}"
         self._last_saving = write_state(
             path,
-            self._session.model,
+            self.session.model,
             self._optimizer,
             extra,
-            not self._config.background,
-            frozen=not self._adapted,
+            not self.config.background,
+            frozen=not self.adapted,
             extra_tensors=self._averages,
         )
         self._newest = path
@@ -141,7 +136,7 @@ class Checkpoints:
         # Only complete ones count: while a save is written in the background, one more old one stays.
         with world.phase("removing older checkpoints"):
             if world.rank == 0:
-                prune(self._folder, self._config.keep, self._config.best, _score, is_run_state)
+                prune(self.directory / FOLDER, self.config.keep, self.config.best, _score, is_run_state)
 
     def resume(self, path: Path) -> tuple[History, Iterator[dict[str, torch.Tensor]]]:
         """Restore ``path``; return its history and the batches that follow; collective.
@@ -150,13 +145,13 @@ class Checkpoints:
         """
         # Compared before anything of the session changes.
         extra = current_world().broadcast_object(lambda: _extra(path), "reading the checkpoint's document")
-        if other := changes(extra["course"], self._course):
-            model = "" if self._adapted else f", with model.source={path / 'model'}"
+        if other := changes(extra["course"], self.course):
+            model = "" if self.adapted else f", with model.source={path / 'model'}"
             raise ConfigError(
                 f"{path} belongs to another run: {'; '.join(other)}. Restore the earlier values, or "
                 f"start a new run in another output.directory{model}"
             )
-        epoch, done, order = extra["epoch"], extra["sequences"], self._session.buckets.order
+        epoch, done, order = extra["epoch"], extra["sequences"], self.session.buckets.order
         if extra.get("order") not in (None, order) and done:
             logger.warning(
                 "%s was saved in an epoch of another order (%s, now %s): of this epoch some examples may "
@@ -166,19 +161,19 @@ class Checkpoints:
                 order,
             )
         # Before random states are restored: the first batch may draw.
-        batches = self._session.batches_after(epoch, done)
-        restore_state(path, self._session.model, self._optimizer, self._averages)
-        if self._session.ema is not None:
+        batches = self.session.batches_after(epoch, done)
+        restore_state(path, self.session.model, self._optimizer, self._averages)
+        if self.session.ema is not None:
             # The number of updates determines the decay of the next one.
-            self._session.ema.updates = extra["ema"]
-        self._session.scheduler.load_state_dict(extra["schedule"])
+            self.session.ema.updates = extra["ema"]
+        self.session.scheduler.load_state_dict(extra["schedule"])
         first, last = extra["losses"]
         self._newest = path
         return History(extra["step"], first, last, dict(extra["held_out"])), batches
 
     @contextmanager
     def finished(self) -> Iterator[None]:
-        """Wait at the end of the block for a checkpoint that is being written; raise its error.
+        """Wait at the end of the block for an unfinished checkpoint, and raise its error.
 
         After an error in the block, that of the checkpoint is only logged.
         """
@@ -205,9 +200,9 @@ def _extra(path: Path) -> Any:
 
 
 def _score(extra: object) -> float | None:
-    """Return the negative held-out loss of a checkpoint's own step; None if it was not measured there."""
-    known = decode(extra, {})
-    if not isinstance(known, dict) or "held_out" not in known:
+    """Return the negative held-out loss of a checkpoint's step, if it was measured."""
+    run_state = decode(extra, {})
+    if not isinstance(run_state, dict) or "held_out" not in run_state:
         return None  # a checkpoint of a script
-    loss = dict(known["held_out"]).get(known["step"])
+    loss = dict(run_state["held_out"]).get(run_state["step"])
     return None if loss is None else -float(loss)

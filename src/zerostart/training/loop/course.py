@@ -1,12 +1,10 @@
-"""The values that decide the course of a run: alike on all ranks, and in the run that saved a checkpoint.
+"""Compare the values that determine the course of a run, between ranks and with a checkpoint.
 
-Every rank reads for itself. Ranks with other data, or another configuration, would train in another number of
-rounds, and wait for each other in a collective. Paths may differ from machine to machine; what lies there may
-not.
+Every rank reads configuration and data itself. Ranks with different ones would wait for each other in a
+collective. Paths may differ between machines, their contents may not.
 
-A checkpoint keeps the values that decide the course of its run. Not among them is what only changes how the
-same is computed (ranks, engine, stage, precision, how a step is divided), what is written where, and what is
-only displayed.
+A checkpoint stores the values that determine the course of its run. Left out are values that only change how
+it is computed (ranks, engine, stage, precision, the division of a step), written or displayed.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from zerostart.errors import ConfigError
 from zerostart.live.model import get_record
 from zerostart.training.config.sections import Section
 
-#: Of each section that counts, the keys that do not; what ``lora.targets`` and the like name is compared.
+#: Sections that are compared, and their keys that are not (or whose effect is compared instead).
 _FREE: Mapping[str, frozenset[str]] = {
     "task": frozenset(),
     "train": frozenset(
@@ -34,58 +32,58 @@ _FREE: Mapping[str, frozenset[str]] = {
             "evaluate_every",
             "checkpoint_blocks",
             "patience_nonfinite",
-            "epochs",  # which steps have become
+            "epochs",  # counted as steps
         }
     ),
     "lora": frozenset({"targets", "exclude", "init", "start_from"}),
     "ema": frozenset({"place", "evaluate"}),
 }
-#: Schedules whose rates do not depend on how many steps there will be.
+#: Schedules whose rates do not depend on the number of steps.
 _ENDLESS = frozenset({"constant", "constant_with_warmup", "inverse_sqrt"})
-#: Bytes that are looked at of each tensor.
-_LOOKED_AT = 4 << 10
+#: Bytes of each tensor in the digest of weights.
+_SAMPLED_BYTES = 4 << 10
 
 
 def agree(own: Mapping[str, object], world: World) -> None:
-    """Raise ConfigError, the same on every rank, for a value that differs between ranks; collective."""
+    """Raise ConfigError on every rank for a value that differs between ranks; collective."""
     ranks = world.all_gather_object({key: repr(value) for key, value in own.items()}, "comparing the ranks")
     for key in dict.fromkeys(key for facts in ranks for key in facts):
         values = [facts.get(key, "absent") for facts in ranks]
-        other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
-        if other is not None:
+        deviant = next((rank for rank, value in enumerate(values) if value != values[0]), None)
+        if deviant is not None:
             raise ConfigError(
-                f"the ranks differ in {key} (rank 0: {values[0]}; rank {other}: {values[other]}): start all "
-                "of them with the same configuration and the same data"
+                f"the ranks differ in {key} (rank 0: {values[0]}; rank {deviant}: {values[deviant]}): start "
+                "all of them with the same configuration and the same data"
             )
 
 
 def comparable(sections: Mapping[str, object]) -> dict[str, object]:
-    """Values of sections by dotted keys, paths aside."""
-    found: dict[str, object] = {}
+    """Return the values of sections by dotted keys, without paths."""
+    values: dict[str, object] = {}
     for name, section in sections.items():
-        values = section.comparable() if isinstance(section, Section) else {"": section}
-        found |= {f"{name}.{key}".rstrip("."): value for key, value in values.items()}
-    return found
+        own = section.comparable() if isinstance(section, Section) else {"": section}
+        values |= {f"{name}.{key}".rstrip("."): value for key, value in own.items()}
+    return values
 
 
-def course_of(
+def describe_course(
     sections: Mapping[str, Section | None], model: nn.Module, data: str, world: World
 ) -> dict[str, object]:
-    """The values that decide the course of a run, by readable names; collective.
+    """Return the values that determine the course of a run, by readable names; collective.
 
-    ``model`` is as it is trained, ``data`` the digest of what it is trained on. Of a LoRA the weights that it
-    is for, which no checkpoint has, are among them. Raises ReadError.
+    ``model`` is the trained model, ``data`` the digest of its data. A LoRA adds a digest of the weights under
+    it, which its checkpoints lack. Raises ReadError.
     """
     course: dict[str, object] = {"data": data}
     for name, free in _FREE.items():
         section = sections[name]
         if section is not None:
             course |= {f"{name}.{key}": value for key, value in section.comparable(free).items()}
-    # More steps then continue the same run; with the others they change the rate of every step.
+    # The number of steps changes the rates of all other schedules.
     if course["train.schedule"] in _ENDLESS:
         del course["train.steps"]
     if "lora.rank" in course:
-        # As it takes effect: the key itself may be None, for the rank of the LoRA.
+        # None means the rank.
         course["lora.alpha"] = course["lora.alpha"] or course["lora.rank"]
         names = sorted(plain_name(name) for name, held in model.named_parameters() if held.requires_grad)
         digest = hashlib.blake2b(repr(names).encode(), digest_size=4).hexdigest()
@@ -95,7 +93,7 @@ def course_of(
 
 
 def changes(before: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
-    """In words, what has changed from ``before`` to ``now``; keys that one of them lacks aside."""
+    """Describe the changes from ``before`` to ``now``, except keys that one of them lacks."""
     return [
         f"{key} was {before[key]} and is {value}"
         for key, value in now.items()
@@ -106,16 +104,15 @@ def changes(before: Mapping[str, object], now: Mapping[str, object]) -> list[str
 def _weights(catalog: Catalog, world: World) -> str:
     storage = catalog.storage.recalled("so that the model of the LoRA cannot be compared; start a new run")
 
-    # By the first rank that can read them, for all: of a mapping not every rank holds the tensors.
     def look() -> str:
         hashed = hashlib.blake2b(digest_size=8)
         with storage.reader() as reader:
             for name, entry in sorted(catalog.tensors.items()):
                 hashed.update(f"{name} {entry.dtype} {entry.shape}".encode())
-                # A tensor that is a strided view ends sooner than ``nbytes`` says.
+                # A strided view may end sooner than ``nbytes`` says.
                 span = min(entry.nbytes, storage.sizes[entry.file] - entry.offset)
-                some = bytearray(min(span, _LOOKED_AT))
-                if some:  # out of the middle: what is padded or masked is at an end
+                some = bytearray(min(span, _SAMPLED_BYTES))
+                if some:  # of the middle: padding is at an end
                     reader.read(entry.file, entry.offset + (span - len(some)) // 2, [memoryview(some)])
                 hashed.update(some)
         return hashed.hexdigest()

@@ -1,27 +1,25 @@
-"""The loss on held-out examples: the same batches every time, whatever the number of ranks.
-
-No rank holds them: latents and embeddings of as many as are held out would fill the memory of every rank.
-"""
+"""Compute the loss on held-out examples, independent of the number of ranks."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import torch
 
 from zerostart.training.loop.failures import Failures
 from zerostart.training.loop.session import Session
-from zerostart.training.loop.task import Batch, Items, Task
+from zerostart.training.loop.task import Items, Task
 
-#: The epoch for which a task draws what held-out examples need: none that a run comes to.
+#: The epoch for random draws of held-out examples, which no training epoch has.
 HELD_OUT = -1
 
 
 class HeldOut:
-    """One rank's share of the held-out batches.
+    """One rank's share of the held-out batches: every ``count``-th one from ``place`` on.
 
-    Of ``count`` batches at a time a rank has that at ``place``. All ranks have the same number, for a sharded
-    forward is a collective; where they do not divide evenly the first batch is repeated with weight 0.
+    All ranks have the same number, for a sharded forward is a collective: if the batches do not divide
+    evenly, the first is repeated with weight 0.
     """
 
     def __init__(
@@ -30,48 +28,40 @@ class HeldOut:
         self._task = task
         self._items = items
         self._collator = task.collator(seed)
-        self._chosen = list(_chosen(items, batch_size))
-        # Up to the number of batches rounded up to whole rounds: numbers beyond the last are the repeated
-        # ones.
-        self._numbers = range(place, -(-len(self._chosen) // count) * count, count)
+        self._batches = list(_divide(items, batch_size))
+        # Rounded up to whole rounds: numbers beyond the last batch are repeated ones.
+        self._numbers = range(place, -(-len(self._batches) // count) * count, count)
 
     def loss(self, session: Session, failures: Failures) -> float:
-        """Mean loss over all examples of all ranks; collective. Raises what a rank fails to read, on all."""
+        """Return the mean loss over all examples of all ranks; collective.
+
+        Raises a rank's error on all.
+        """
         from accelerate.utils import send_to_device
 
-        # Without dropout; what is drawn for an example follows from its number, so that two evaluations
-        # differ by the weights alone.
+        # Two evaluations differ only by the weights: draws follow from the examples' numbers.
         session.model.eval()
         total = weight = 0.0
         with torch.no_grad():
             for number in self._numbers:
-                repeated = number >= len(self._chosen)
-                indices = self._chosen[0 if repeated else number]
+                repeated = number >= len(self._batches)
+                indices = self._batches[0 if repeated else number]
                 with failures.deferred():
-                    batch = self._batch(indices)
-                failures.sum_over_ranks()  # before the forward, in which ranks wait for each other
+                    examples = [self._items[index] for index in indices]
+                    batch = self._task.drawn(self._collator(examples), HELD_OUT)
+                failures.sum_over_ranks()  # before the forward, a collective
                 counted = 0 if repeated else len(indices)
                 total += float(session.forward(send_to_device(batch, session.device))) * counted
                 weight += counted
         session.model.train()
-        # Sums of products and of weights, and one division: the mean is the same however batches fell to
-        # ranks.
+        # One division of sums: the mean does not depend on the division among ranks.
         total, weight = session.sum_over_ranks(total, weight)
         return total / weight
 
-    def _batch(self, indices: list[int]) -> Batch:
-        # Made when it is asked for, with the draws of an epoch that no run comes to.
-        return self._task.drawn(self._collator([self._items[index] for index in indices]), HELD_OUT)
 
-
-def _chosen(items: Items, batch_size: int) -> Iterator[list[int]]:
-    """The numbers of the examples of each batch: fewer where the next example does not go with it."""
-    chosen: list[int] = []
+def _divide(items: Items, batch_size: int) -> Iterator[list[int]]:
+    """Yield the numbers of up to ``batch_size`` consecutive examples of equal shapes."""
     shapes = items.shapes()
-    for index in range(len(items)):
-        if chosen and (len(chosen) == batch_size or shapes[index] != shapes[chosen[0]]):
-            yield chosen
-            chosen = []
-        chosen.append(index)
-    if chosen:
-        yield chosen
+    for _, numbers in itertools.groupby(range(len(items)), key=shapes.__getitem__):
+        alike = list(numbers)
+        yield from (alike[start : start + batch_size] for start in range(0, len(alike), batch_size))

@@ -1,8 +1,7 @@
-"""What can go wrong in a step: an error on one rank alone, and losses or weights that are not finite.
+"""Handle errors of one rank, and losses or weights that are not finite.
 
-An error on one rank is announced to the others in the next sum over the ranks. Losses and gradient norms are
-looked at in every step, where they are on the host anyway; weights where they are about to be saved: one pass
-over this rank's own trained weights and optimizer states before each save, with one wait for the device.
+The next sum over the ranks announces an error to the others. Losses and gradient norms are checked in every
+step, weights and optimizer states before each save.
 """
 
 from __future__ import annotations
@@ -21,10 +20,11 @@ from zerostart.errors import DivergedError
 
 
 class Failures:
-    """Holds back an error of this rank until the ranks meet, for the others are on their way there."""
+    """Defers an error of this rank to the next meeting of the ranks.
 
-    # Between two collectives of the engine no message can be sent. So a rank that fails there carries on, and
-    # every sum over the ranks has one number more, by which all learn of it.
+    Between two collectives of the engine no message can be sent. So a rank that fails continues, and every
+    sum over the ranks has one more number that announces it.
+    """
 
     def __init__(self, world: World, summing: Callable[..., list[float]]) -> None:
         self._world = world
@@ -33,68 +33,64 @@ class Failures:
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """Hold back an error of the body, which has no collective, until the next sum over the ranks."""
-        begun = now()
+        """Defer an error of the block, without collectives, to the next sum over the ranks."""
+        started = now()
         try:
             yield
         except BaseException as error:
-            # The other ranks raise it too, or are gone: nobody is left to whom it would have to be told.
-            if find_agreed(error, begun) is not None:
-                raise  # as the others do
-            # The first counts: what fails after it in the same step is mostly its consequence.
+            if find_agreed(error, started) is not None:
+                raise  # the other ranks raise it too
+            # Later errors of the same step are mostly consequences of the first.
             self._first = self._first or error
 
     def sum_over_ranks(self, *values: float) -> list[float]:
-        """Each value added up over all ranks; raises the first rank's failure on all if any has failed."""
-        # One number more in a sum that is made anyway: telling costs no message as long as nothing fails.
+        """Return the sum of each value over all ranks, or raise a rank's error on all."""
         *sums, failed = self._summing(*values, float(self._first is not None))
         if failed:
             self.raise_together()
         return sums
 
     def raise_together(self) -> None:
-        """Meet, and raise the first rank's failure on all if any has failed; collective."""
+        """Raise the first rank's error on all if a rank has failed; collective."""
         self._world.raise_together(self._first, "training")
 
 
 @contextmanager
-def unreported() -> Iterator[None]:
-    """Inside are collectives of the engine: the others wait in them, and cannot be sent an error.
+def raised_locally() -> Iterator[None]:
+    """Raise an error of the block, with collectives of the engine, on this rank only.
 
-    They notice when this process ends, and raise `PeerError`.
+    The others wait in these collectives, and raise PeerError when this process ends.
     """
     try:
         yield
     except BaseException as error:
-        # Marked, so that no phase around waits to tell it to ranks that are not listening.
         mark_agreed(error)
         raise
 
 
 def is_finite(model: nn.Module, optimizer: Any) -> bool:
-    """Return True if this rank's share of what is trained, masters and optimizer states, is finite.
+    """Return True if this rank's trained weights, masters and optimizer states are finite.
 
-    ``model`` and ``optimizer`` as accelerate has prepared them. Buffers and frozen parameters are not
-    looked at: a mask of minus infinity is one that its model means.
+    ``model`` and ``optimizer`` are prepared by accelerate. Buffers and frozen parameters, which may hold
+    masks of minus infinity, are ignored.
     """
-    held = [t for t in _trained(model, optimizer) if t.is_floating_point() and t.itemsize > 1 and t.numel()]
+    values = [t for t in _trained(model, optimizer) if t.is_floating_point() and t.itemsize > 1 and t.numel()]
     with torch.no_grad():
-        # The largest magnitude of each, in which nan and infinity come out; one wait for each device.
-        found: dict[torch.device, list[torch.Tensor]] = {}
-        for tensor in held:
+        # The largest magnitude of each shows nan and infinity; there is one wait for each device.
+        checks: dict[torch.device, list[torch.Tensor]] = {}
+        for tensor in values:
             largest = torch.linalg.vector_norm(tensor, math.inf)
-            found.setdefault(tensor.device, []).append(largest.isfinite())
-        return all(bool(torch.stack(some).all()) for some in found.values())
+            checks.setdefault(tensor.device, []).append(largest.isfinite())
+        return all(bool(torch.stack(some).all()) for some in checks.values())
 
 
 def _trained(model: nn.Module, optimizer: Any) -> Iterator[torch.Tensor]:
     for parameter in model.parameters():
-        # Of an engine that steps masters the parameters are what is saved, so they count beside what it
-        # steps.
+        # Parameters are saved, also by an engine that steps masters.
         if parameter.requires_grad:
-            # ZeRO-3 leaves an empty parameter behind, and this rank's part of it in ``ds_tensor``.
+            # ZeRO-3 keeps this rank's part in ``ds_tensor``.
             yield _local(getattr(parameter, "ds_tensor", parameter))
-    # DeepSpeed's engine has an optimizer around the one of torch, and accelerate one around either.
+    # DeepSpeed and accelerate wrap torch's optimizer.
     while (inner := getattr(optimizer, "optimizer", None)) is not None:
         optimizer = inner
     for stepped, state in getattr(optimizer, "state", {}).items():
@@ -103,12 +99,12 @@ def _trained(model: nn.Module, optimizer: Any) -> Iterator[torch.Tensor]:
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     to_local = getattr(tensor, "to_local", None)  # of a DTensor
-    found: torch.Tensor = (tensor if to_local is None else to_local()).detach()
-    return found
+    local: torch.Tensor = (tensor if to_local is None else to_local()).detach()
+    return local
 
 
 class Divergence:
-    """Counts the steps in a row whose loss or gradient norm is not finite; at ``patience`` the run ends."""
+    """Ends the run after ``patience`` consecutive steps without a finite loss or gradient norm."""
 
     def __init__(self, patience: int, world: World) -> None:
         self._patience = patience
@@ -117,11 +113,11 @@ class Divergence:
         self._began = ""
 
     def note(self, step: int, own_loss: float, norm: float | None, diverging: bool, hint: str) -> str | None:
-        """Count a step; gives what there is to say of it, if anything.
+        """Count a step; return a warning about it, or None.
 
-        ``diverging``, the same on every rank: it is not finite on some; collective then. ``own_loss`` is
-        this rank's share of the loss. Raises DivergedError, on every rank, for one too many; ``hint`` says
-        what can be done then.
+        ``diverging``, the same on every rank: it is not finite on a rank; then collective. ``own_loss`` is
+        this rank's share of the loss. Raises DivergedError, with ``hint``, on every rank after too many
+        steps.
         """
         if not diverging:
             self._steps = 0
@@ -130,21 +126,13 @@ class Divergence:
         losses = self._world.all_gather_object(own_loss, "comparing a step that is not finite")
         rank = next((rank for rank, loss in enumerate(losses) if not math.isfinite(loss)), 0)
         shown = "" if norm is None else f", the gradient norm {norm:.4g}"
-        told = f"step {step} is not finite on rank {rank}: its loss is {losses[rank]:.4g}{shown}"
+        warning = f"step {step} is not finite on rank {rank}: its loss is {losses[rank]:.4g}{shown}"
         if self._steps == 1:
-            self._began = told  # by the next one every rank may have weights that are not finite
+            self._began = warning  # in the next step every rank may have infinite weights
         if self._steps >= self._patience:
             raise DivergedError(
                 f"{self._began}; with it {self._steps} steps in a row are not finite, and "
                 f"train.patience_nonfinite is {self._patience}: the run has ended after step {step}, and no "
                 f"model was saved. {hint}"
             )
-        return f"{told} ({self._steps} in a row; at {self._patience} the run ends)"
-
-    def check_end(self, directory: str) -> None:
-        """Raise DivergedError where the last steps of a run were not finite, though its weights are."""
-        if self._steps:
-            raise DivergedError(
-                f"the last {self._steps} steps of the run are not finite: {self._began}. The model that was "
-                f"saved in {directory} has the finite weights of before"
-            )
+        return f"{warning} ({self._steps} in a row; at {self._patience} the run ends)"

@@ -1,4 +1,4 @@
-"""Locks of files between processes, which end with the process that has them, however it ends."""
+"""File locks between processes; a lock ends with the process that holds it."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from filelock import FileLock, Timeout
 
 from zerostart.errors import WriteError
 
-#: Seconds in which the workers of a killed run end, which may hold its lock.
+#: Seconds to wait for the workers of a killed run, which may hold its lock.
 _WORKERS_END_S = 5.0
 
 
 def hold(stack: contextlib.ExitStack, path: Path, refusal: str) -> None:
     """Hold the lock ``path`` until ``stack`` or this process ends.
 
-    Raises WriteError where it cannot be made, and with the text ``refusal`` where another process holds it.
+    Raises WriteError if it cannot be made, and with the text ``refusal`` if another process holds it.
     """
     try:
         stack.enter_context(FileLock(path, timeout=_WORKERS_END_S))

@@ -26,17 +26,17 @@ def optimizer_factory(train: TrainingConfig) -> Callable[[Any], Optimizer]:
     """
     kind = _optimizer_class(train.optimizer)
     takes = inspect.signature(kind).parameters
-    given: dict[str, Any] = {"lr": train.learning_rate}
+    arguments: dict[str, Any] = {"lr": train.learning_rate}
     for name in ("betas", "weight_decay"):
         value = getattr(train, name)
         # A configured value also goes to a class that does not take it, and which then refuses it.
         if name in takes or value != TrainingConfig.model_fields[name].default:
-            given[name] = value
-    return functools.partial(kind, **given, **train.optimizer_args)
+            arguments[name] = value
+    return functools.partial(kind, **arguments, **train.optimizer_args)
 
 
 def check_optimizer(train: TrainingConfig, engine: Engine) -> None:
-    """Raise ConfigError for arguments that the optimizer refuses, and for one that cannot step shards.
+    """Raise ConfigError for refused arguments, or an optimizer that cannot step shards.
 
     ``engine`` is at its stage. An optimizer that steps each element by itself is right for any shards. One
     that combines elements (a norm, a factored moment, one rate for all) needs whole tensors.
@@ -67,15 +67,15 @@ def check_optimizer(train: TrainingConfig, engine: Engine) -> None:
 
 def _optimizer_class(name: str) -> type[Optimizer]:
     module, _, attribute = name.rpartition(":")
-    known: dict[str, Any] = {
+    classes: dict[str, Any] = {
         name.lower(): kind
         for name, kind in vars(torch.optim).items()
         if isinstance(kind, type) and issubclass(kind, Optimizer) and kind is not Optimizer
     }
     try:
-        kind = getattr(importlib.import_module(module), attribute) if module else known[name.lower()]
+        kind = getattr(importlib.import_module(module), attribute) if module else classes[name.lower()]
     except (ImportError, AttributeError, KeyError) as error:
-        names = ", ".join(sorted(known))
+        names = ", ".join(sorted(classes))
         raise ConfigError(
             f"{_KEY} {name!r} is unknown ({error}): it is one of {names}, or package.module:Class"
         ) from error

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
@@ -19,18 +19,18 @@ from zerostart.distributed.failures import mark_lost
 from zerostart.distributed.world import World, current_world
 from zerostart.errors import DivergedError, PeerError
 from zerostart.training.adapt.export import Exporter
-from zerostart.training.adapt.trained import choose_trained, round_to
+from zerostart.training.adapt.trained import round_parameters, select_parameters
 from zerostart.training.config.configuration import TrainConfig, TrainingConfig
 from zerostart.training.config.engine_config import check_launcher, engine_config
-from zerostart.training.loop.batches import epochs_as_steps
+from zerostart.training.loop.batches import convert_epochs
 from zerostart.training.loop.checkpoints import Checkpoints, History, checkpoint_to_resume
-from zerostart.training.loop.course import agree, comparable, course_of
+from zerostart.training.loop.course import agree, comparable, describe_course
 from zerostart.training.loop.evaluate import HeldOut
-from zerostart.training.loop.failures import Divergence, Failures, is_finite, unreported
+from zerostart.training.loop.failures import Divergence, Failures, is_finite, raised_locally
 from zerostart.training.loop.optimizers import check_optimizer
 from zerostart.training.loop.output_directory import (
     METRICS,
-    check_room,
+    check_free_space,
     claim_output,
     remove_earlier_run,
     resumable_checkpoints,
@@ -38,7 +38,7 @@ from zerostart.training.loop.output_directory import (
 from zerostart.training.loop.progress import Display, peak_memory_bytes
 from zerostart.training.loop.session import Session, check_trackers, open_session
 from zerostart.training.loop.task import Batch, task_class
-from zerostart.training.samples.sampler import Sampler, open_drawing, open_sampler
+from zerostart.training.samples.sampler import Sampler, open_sample_pipeline, open_sampler
 
 
 @dataclass(frozen=True)
@@ -68,10 +68,11 @@ class TrainResult:
 
 
 def train(config: TrainConfig) -> TrainResult:
-    """Load, train and save as ``config`` says; call it in every rank of an initialised process group.
+    """Load, train and save as ``config`` says; called in every rank.
 
-    SIGINT or SIGTERM on any rank ends the run after the current step on all ranks, and the model is saved.
-    Raises ZerostartError, with the same text on every rank if all fail.
+    Several ranks need an initialised process group. SIGINT or SIGTERM on any rank ends the run after the
+    current step on all ranks, and the model is saved. Raises ZerostartError, with the same text on every rank
+    if all fail.
     """
     world = current_world()
     with world.phase("checking the surroundings"):
@@ -98,7 +99,7 @@ def _train(config: TrainConfig, directory: Path, resumed: Path | None, world: Wo
         task = task_class(config.task.name)(config)
         task.open()
         # Before anything is encoded that could not be drawn with.
-        drawing = open_drawing(config.samples, config.model, config.ema is not None)
+        drawing = open_sample_pipeline(config.samples, config.model)
         engine = engine_config(config.engine, config.train, config.precision, world.size, task.hidden_size)
     # Before the data: ranks with other settings would enter other collectives while data are prepared.
     agree(comparable(dict(config)) | {"engine.config": engine}, world)
@@ -114,7 +115,7 @@ def _train(config: TrainConfig, directory: Path, resumed: Path | None, world: Wo
         if rest is not None:
             held_out = HeldOut(task, rest, config.train.batch_size, config.train.seed, world.rank, world.size)
         # The number of steps in an epoch depends on how many examples are held out.
-        train = epochs_as_steps(items, config.train, world.size)
+        train = convert_epochs(items, config.train, world.size)
         config = config.model_copy(update={"train": train})
         computed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.precision, dtype)
         sampler = open_sampler(drawing, task, computed, train.last_step, directory)
@@ -123,7 +124,7 @@ def _train(config: TrainConfig, directory: Path, resumed: Path | None, world: Wo
     model = zerostart.load(
         task.source,
         task.builder(),
-        engine=config.engine.given,
+        engine=config.engine.name,
         zero_stage=config.engine.zero_stage,
         engine_config=engine,
         dtype=dtype,
@@ -133,7 +134,7 @@ def _train(config: TrainConfig, directory: Path, resumed: Path | None, world: Wo
     )
     # Trained weights are held in fp32; without ``fp32_masters`` they start from rounded values.
     if config.trains_masters and not config.model.fp32_masters and not adapted:
-        round_to(model, torch.bfloat16)
+        round_parameters(model, torch.bfloat16)
     if checkpointing := train.checkpoint_blocks:
         with world.phase("checkpointing blocks"):
             zerostart.checkpoint_blocks(model, offload=checkpointing == "offload")
@@ -142,32 +143,34 @@ def _train(config: TrainConfig, directory: Path, resumed: Path | None, world: Wo
         display.say(str(zerostart.report(model)))
         task.begin(model)
         # Before the engine wraps the model: it makes an optimizer of the trained parameters only.
-        if summary := choose_trained(model, train, lora, config.precision, world):
+        if summary := select_parameters(model, train, lora, config.precision, world):
             display.say(summary)
         exporter = Exporter(model, output, adapted, task, directory)
         with world.phase("looking at the free space"):
             if world.rank == 0:
-                check_room(model, (adapted and not output.merge) or output.trainable_only, directory)
+                check_free_space(model, (adapted and not output.merge) or output.trainable_only, directory)
         # The engine wraps the model and makes its optimizer; then the course is known and compared with that
         # of the checkpoint; only after that anything of an earlier run is removed.
         workers = config.media.workers if config.media else 0
         session = open_session(
             model, task, items, train, config.precision, config.tracking, directory, config.ema, workers
         )
-        course = course_of(dict(config), model, items.digest(), world)
+        course = describe_course(dict(config), model, items.digest(), world)
         checkpoints = Checkpoints(config.checkpoint, directory, session, course, adapted)
         averaged = config.ema is not None and config.ema.evaluate
         run = _Run(train, averaged, session, held_out, display, stop, checkpoints, exporter, sampler)
         if config.resume == "auto" and resumed is None:
             display.say(f"resume auto: {directory} has no complete checkpoint, so the run begins at step 0")
-        with unreported(), _peers_named(directory), checkpoints.finished():
+        with raised_locally(), _peers_named(directory), checkpoints.finished():
             run.train(resumed, directory)
-            # Inside, so that a checkpoint that is still being written is complete before the error names it.
+            # Within `finished`: an error names a checkpoint only after it is complete.
             run.check_finite()
         display.say("saving the model")
-        result = run.result(directory)
+        history, stopped = run.history, run.stopped
+        result = TrainResult(
+            str(directory), history.steps, stopped, history.first_loss, history.last_loss, history.held_out
+        )
         exporter.save_final(result.steps, session.ema)
-        run.divergence.check_end(result.directory)
         display.say(str(result))
     session.end()
     return result
@@ -178,191 +181,177 @@ def _peers_named(directory: Path) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        # gloo has no exception type of its own, but its errors name the source file they come from.
+        # gloo raises plain RuntimeErrors, which name its source files.
         if isinstance(error, torch.distributed.DistBackendError) or "gloo/" in str(error):
-            found = resumable_checkpoints(directory)
-            saved = f"The last checkpoint is {found[-1]}: continue with resume=auto"
+            checkpoints = resumable_checkpoints(directory)
+            saved = f"The last checkpoint is {checkpoints[-1]}: continue with resume=auto"
             raise mark_lost(
                 PeerError(
                     "another rank died or stopped answering during training; its own output, or the "
-                    f"system log if memory ran out, says why. {saved if found else 'Nothing was saved'}"
+                    f"system log if memory ran out, says why. {saved if checkpoints else 'Nothing was saved'}"
                 )
             ) from error
         raise
 
 
+@dataclass
 class _Run:
     """The loop over steps, and its history."""
 
-    def __init__(
-        self,
-        train: TrainingConfig,
-        averaged: bool,
-        session: Session,
-        held_out: HeldOut | None,
-        display: Display,
-        stop: StopRequest,
-        checkpoints: Checkpoints,
-        exporter: Exporter,
-        sampler: Sampler | None,
-    ) -> None:
-        self._config = train
-        self._averaged = averaged
-        self._session = session
-        self._held_out = held_out
-        self._display = display
-        self._stop = stop
-        self._checkpoints = checkpoints
-        self._exporter = exporter
-        self._sampler = sampler
-        self._history = History()
-        self._stopped = False
-        self._failures = Failures(current_world(), session.sum_over_ranks)
-        self.divergence = Divergence(train.patience_nonfinite, current_world())
+    config: TrainingConfig
+    averaged: bool  # evaluate the average of the weights
+    session: Session
+    held_out: HeldOut | None
+    display: Display
+    stop: StopRequest
+    checkpoints: Checkpoints
+    exporter: Exporter
+    sampler: Sampler | None
+    history: History = field(default_factory=History)
+    stopped: bool = False
+
+    def __post_init__(self) -> None:
+        self.failures = Failures(current_world(), self.session.sum_over_ranks)
+        self.divergence = Divergence(self.config.patience_nonfinite, current_world())
 
     def train(self, resumed: Path | None, directory: Path) -> None:
         """Do all steps, from the checkpoint ``resumed`` if there is one; collective."""
         from accelerate.utils import set_seed
 
         # A deferred error is raised here, and not in the first collective of the engine.
-        self._failures.raise_together()
+        self.failures.raise_together()
         # Dropout differs from rank to rank. A checkpoint then replaces these random states.
-        set_seed(self._config.seed, device_specific=True)
-        self._session.model.train()
+        set_seed(self.config.seed, device_specific=True)
+        self.session.model.train()
         if resumed is not None:
-            self._history, batches = self._checkpoints.resume(resumed)
+            self.history, batches = self.checkpoints.resume(resumed)
             if not self._finite():
                 raise DivergedError(
                     f"resume: {resumed} has weights that are not finite; name an earlier checkpoint"
                 )
-        with self._failures.deferred():
-            if self._session.accelerator.is_main_process:
+        with self.failures.deferred():
+            if self.session.accelerator.is_main_process:
                 remove_earlier_run(directory, resumed)
-            self._display.begin(self._history.steps)
+            self.display.begin(self.history.steps)
         if resumed is None:
             self._evaluate()
             self._draw()
-            batches = self._session.batches()
+            batches = self.session.batches()
         else:
-            self._display.say(f"resuming after step {self._history.steps}, from {resumed}")
+            self.display.say(f"resuming after step {self.history.steps}, from {resumed}")
         # After each step in this order: evaluate, draw samples, save. So a checkpoint has the held-out loss
-        # of its own step, and a resumed run begins with the next step. A stop request skips the first two.
-        every, last = self._config.evaluate_every, self._config.last_step
-        while self._history.steps < last and not self._stopped:
-            self._step(self._history.steps + 1, batches)
-            done = self._history.steps
-            if not self._stopped and (done == last or (every and done % every == 0)):
+        # of its step, and a resumed run begins with the next step. A stop request skips the first two.
+        every, last = self.config.evaluate_every, self.config.last_step
+        while self.history.steps < last and not self.stopped:
+            self._step(self.history.steps + 1, batches)
+            steps = self.history.steps
+            if not self.stopped and (steps == last or (every and steps % every == 0)):
                 self._evaluate()
-            if not self._stopped:
+            if not self.stopped:
                 self._draw()
             self._save()
-        self._failures.raise_together()
+        self.failures.raise_together()
 
     def _save(self) -> None:
-        step = self._history.steps
-        saved, exported = self._checkpoints.due(step, self._stopped), self._exporter.due(step)
+        step = self.history.steps
+        saved, exported = self.checkpoints.due(step, self.stopped), self.exporter.due(step)
         if not (saved or exported):
             return
-        self._failures.raise_together()
+        self.failures.raise_together()
         if not self._finite():
-            self._display.say(f"the weights after step {step} are not finite: nothing is saved of them")
+            self.display.say(f"the weights after step {step} are not finite: nothing is saved of them")
             return
         if saved:
-            self._checkpoints.save(self._history)
+            self.checkpoints.save(self.history)
         if exported:
-            self._exporter.save_step(step, self._session.ema)
+            self.exporter.save_step(step, self.session.ema)
 
     def _finite(self) -> bool:
         finite = True
-        with self._failures.deferred():
-            finite = is_finite(self._session.model, self._session.optimizer)
+        with self.failures.deferred():
+            finite = is_finite(self.session.model, self.session.optimizer)
         # All ranks have the same sum, so all of them save or none.
-        return self._failures.sum_over_ranks(float(not finite)) == [0.0]
+        return self.failures.sum_over_ranks(float(not finite)) == [0.0]
 
     def check_finite(self) -> None:
         """Raise DivergedError on every rank if the weights are not finite; collective."""
         if not self._finite():
             raise DivergedError(
-                f"after step {self._history.steps} the weights are not finite: no model was saved. "
-                f"{self._checkpoints.recovery_hint}"
+                f"after step {self.history.steps} the weights are not finite: no model was saved. "
+                f"{self.checkpoints.recovery_hint}"
             )
 
     def _step(self, step: int, source: Iterator[Batch]) -> None:
         # Ranks meet in this order: after reading batches, in forwards and backwards (gradients are reduced in
         # the last one), the norm, and the sum of losses and stop requests. A rank that fails in between
         # continues to the next meeting, where all ranks learn of it.
-        begun, session, sum_over_ranks = time.monotonic(), self._session, self._failures.sum_over_ranks
+        begun, session, sum_over_ranks = time.monotonic(), self.session, self.failures.sum_over_ranks
         parts: list[Batch] = []
-        with self._failures.deferred():
-            for _ in range(self._config.accumulation):
+        with self.failures.deferred():
+            for _ in range(self.config.accumulation):
                 batch = next(source)
                 # Draws depend on the epoch and the example only, so any number of ranks has the same.
                 parts.append(session.task.drawn(batch, session.position[0]))
         sum_over_ranks()
         # All batches have as many examples: the loss of the step is the mean of theirs.
-        count = self._config.accumulation * int(session.accelerator.num_processes)
+        count = self.config.accumulation * int(session.accelerator.num_processes)
         loss, share = 0.0, 1 / count
         for batch in parts:
             loss += float(session.accumulate(batch, share)) * share
         rate = session.scheduler.get_last_lr()[0]  # of this step; ``update`` sets that of the next
-        norm = session.clip(self._config.max_grad_norm)
+        norm = session.clip(self.config.max_grad_norm)
         stepped = True
-        with self._failures.deferred():  # the first step makes the optimizer's state
+        with self.failures.deferred():  # the first step makes the optimizer's state
             stepped = session.update()
             session.average(step)
-        searching = not stepped and self._config.mixed_precision == "fp16"
+        searching = not stepped and self.config.mixed_precision == "fp16"
         if not (stepped or searching):
             norm = math.nan  # DeepSpeed skips gradients that are not finite, and reports an older norm
         # While fp16 searches its loss scale, a norm that is not finite is no divergence.
         bad = not math.isfinite(loss) or not (searching or norm is None or math.isfinite(norm))
-        # One sum tells all ranks whether one has failed, was asked to stop, or diverges. The own loss is kept
-        # for a message that names the rank.
-        own, (loss, stops, diverging) = loss, sum_over_ranks(loss, float(self._stop.requested), float(bad))
-        self._stopped = stops > 0
-        with self._failures.deferred():
-            self._history.note(loss)
+        # One sum shows all ranks if one has failed, has a stop request, or diverges.
+        own, (loss, stops, diverging) = loss, sum_over_ranks(loss, float(self.stop.requested), float(bad))
+        self.stopped = stops > 0
+        with self.failures.deferred():
+            self.history.note(loss)
             figures = {"loss": loss, "gradient_norm": norm, "learning_rate": rate}
             more = {
-                "items": count * self._config.batch_size,
+                "items": count * self.config.batch_size,
                 "seconds": round(time.monotonic() - begun, 6),
                 "peak_bytes": peak_memory_bytes(session.device),
             }
-            self._display.step(step, figures | more)
-            known = {name: value for name, value in figures.items() if value is not None}
-            session.accelerator.log(known, step=step)
-        hint = self._checkpoints.recovery_hint
+            self.display.step(step, figures | more)
+            numbers = {name: value for name, value in figures.items() if value is not None}
+            session.accelerator.log(numbers, step=step)
+        hint = self.checkpoints.recovery_hint
         if warning := self.divergence.note(step, own, norm, diverging > 0, hint):
-            self._display.say(warning)
+            self.display.say(warning)
 
     def _evaluate(self) -> None:
-        step = self._history.steps
-        if self._held_out is not None:
+        step = self.history.steps
+        if self.held_out is not None:
             # Weights are replaced together: no rank may stay away with a deferred error.
-            if self._averaged:
-                self._failures.raise_together()
-            with self._session.averaged(self._averaged):
-                loss = self._held_out.loss(self._session, self._failures)
-            self._history.held_out[step] = loss
-            with self._failures.deferred():
-                self._display.evaluation(step, loss)
-                self._session.accelerator.log({"held_out_loss": loss}, step=step)
+            if self.averaged:
+                self.failures.raise_together()
+            with self.session.averaged(self.averaged):
+                loss = self.held_out.loss(self.session, self.failures)
+            self.history.held_out[step] = loss
+            with self.failures.deferred():
+                self.display.evaluation(step, loss)
+                self.session.accelerator.log({"held_out_loss": loss}, step=step)
 
     def _draw(self) -> None:
-        step = self._history.steps
-        if self._sampler is not None and self._sampler.due(step):
-            folder = self._sampler.take(self._session, self._failures, step)
-            self._display.say(f"samples after step {step}: {folder}")
-
-    def result(self, directory: Path) -> TrainResult:
-        """Return the figures of the run."""
-        seen = self._history
-        return TrainResult(
-            str(directory), seen.steps, self._stopped, seen.first_loss, seen.last_loss, seen.held_out
-        )
+        step = self.history.steps
+        if self.sampler is not None and self.sampler.due(step):
+            folder = self.sampler.take(self.session, self.failures, step)
+            self.display.say(f"samples after step {step}: {folder}")
 
 
 class StopRequest:
-    """A stop request of this rank; all ranks sum up their requests in every step and stop together."""
+    """A stop request of this rank.
+
+    All ranks sum up their requests in every step, and stop together.
+    """
 
     requested = False
 

@@ -1,4 +1,4 @@
-"""Tasks, by name: data, model, loss and output of a training, without its loop."""
+"""Tasks: data, model, loss and output of a training, without its loop."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ if TYPE_CHECKING:
     from zerostart.training.config.configuration import TrainConfig
 
 
-#: What a task makes of the examples of one batch: tensors, or lists of those that differ in shape.
+#: A batch: tensors, or lists of tensors of different shapes.
 Batch: TypeAlias = "dict[str, Any]"
-#: From the examples of a batch to the batch.
+#: Combines examples to a batch.
 Collator: TypeAlias = "Callable[[Sequence[dict[str, torch.Tensor]]], Batch]"
 
 
 class Items(Protocol):
-    """Examples to train on, the same on every rank; each is made when it is asked for."""
+    """Examples to train on, the same on every rank, read on access."""
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Return the number of examples."""
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        """Example ``index``: tensors on the CPU."""
+        """Return example ``index``: tensors on the CPU."""
 
     def digest(self) -> str:
-        """A digest of all examples: equal for equal data, wherever their files lie."""
+        """Return a digest of all examples, independent of their directory."""
 
     def shapes(self) -> Sequence[Hashable]:
-        """A key for each example; those with the same key can be in one batch."""
+        """Return a key for each example; equal keys can be in one batch."""
 
 
 class Part:
-    """Some ranges of other examples, one after the other."""
+    """Some ranges of ``items``, one after the other."""
 
     def __init__(self, items: Items, ranges: Sequence[range]) -> None:
         self._items = items
@@ -55,51 +55,47 @@ class Part:
         return len(self._numbers)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
         return self._items[self._numbers[index]]
 
     def digest(self) -> str:
-        """A digest of the whole data set and of which part this is."""
+        """Return a digest of the whole data set and the ranges."""
         return self._items.digest() + "".join(f":{one.start}:{one.stop}" for one in self._ranges)
 
     def shapes(self) -> Sequence[Hashable]:
-        """The keys of this part's examples."""
+        """Return the keys of this part's examples."""
         every = self._items.shapes()
         return [every[number] for number in self._numbers]
 
 
 def split_off(
-    items: Items, fraction: float, repeats: int = 1, shares: Sequence[tuple[int, int]] = ()
+    items: Items, fraction: float, shares: Sequence[tuple[int, int]] = ()
 ) -> tuple[Items, Items | None]:
-    """Split into ``(training, held out)``: the last ``fraction`` is held out; None if the fraction is 0.
+    """Split into training and held-out examples (None if ``fraction`` is 0): the last ones.
 
-    Where they come ``repeats`` times, one after the other, none that is held out is in any of these; of
-    ``shares``, each so many examples and repeats, the last part of each is held out. At least one is held
-    out, and at least one is left, of each: otherwise this raises ValueError.
+    ``shares`` are (number, repeats) of consecutive data sets, by default one that comes once. Of each at
+    least one example is held out, and in none of its repeats. Raises ValueError if none is left.
     """
     if fraction == 0.0:
         return items, None
     trained, held, start = [], [], 0
-    for count, times in shares or [(len(items) // repeats, repeats)]:
-        kept = count - max(1, round(count * fraction))
-        if kept < 1:
+    for count, times in shares or [(len(items), 1)]:
+        trained_count = count - max(1, round(count * fraction))
+        if trained_count < 1:
             raise ValueError(f"{fraction} leaves none of {count} to train on")
         rounds = (start + number * count for number in range(times))
-        trained += [range(first, first + kept) for first in rounds]
-        # Once, and not in each repeat: the loss on it would weigh the same several times.
-        held.append(range(start + kept, start + count))
+        trained += [range(first, first + trained_count) for first in rounds]
+        # Only once, not in each repeat.
+        held.append(range(start + trained_count, start + count))
         start += count * times
     return Part(items, trained), Part(items, held)
 
 
 class Task(ABC):
-    """What is learnt, for one run: its data, its model, the loss of a batch, and what is saved.
+    """The data, the model, the loss of a batch and the output of one run.
 
-    A class of one's own must give ``open``, ``items``, ``builder``, ``collator`` and ``loss``, and may give
-    the rest. A task is made from the configuration of a run, on every rank; ``Settings`` has the keys of the
-    section ``task``. ``sections`` are those of the sections ``media``, ``cache`` and ``samples`` that the
-    task takes; others are refused by name.
+    A user's class defines ``open``, ``items``, ``builder``, ``collator`` and ``loss``, and may override the
+    rest. ``Settings`` has the keys of the section ``task``; ``sections`` are those of ``media``, ``cache``
+    and ``samples`` that the task uses.
     """
 
     Settings: ClassVar[type[TaskConfig]] = TaskConfig
@@ -110,14 +106,14 @@ class Task(ABC):
 
     @classmethod
     def check(cls, config: TrainConfig) -> None:
-        """Raise ValueError for a configuration that this task cannot run; before anything is read."""
+        """Raise ValueError for a configuration that this task cannot run, before anything is read."""
         return
 
     @abstractmethod
     def open(self) -> None:
-        """Read what the run starts from, weights and data aside: settings, a tokenizer, a table's head.
+        """Read settings, such as the model's configuration, on each rank.
 
-        Every rank does by itself. Raises ZerostartError.
+        Weights and data are read later. Raises ZerostartError.
         """
 
     @abstractmethod
@@ -125,13 +121,13 @@ class Task(ABC):
         """Read and return all the data; collective. Raises ZerostartError."""
 
     def split(self, items: Items) -> tuple[Items, Items | None]:
-        """Split ``items`` into what is trained on and what is held out, if anything. Raises ConfigError."""
+        """Split ``items`` into training and held-out examples (None: none). Raises ConfigError."""
         return items, None
 
     def embedded(self, text: str) -> Mapping[str, torch.Tensor]:
-        """The embeddings of ``text`` alone, under the keys of examples; called after ``items``.
+        """Return the embeddings of ``text``, under the keys of examples; called after ``items``.
 
-        Raises ConfigError for a text of which they have made nothing.
+        Raises ConfigError for a text that was not encoded.
         """
         raise ConfigError(
             f"samples: no encoder has encoded the text {text!r}; name it in the prompts that are encoded"
@@ -139,66 +135,63 @@ class Task(ABC):
 
     @abstractmethod
     def builder(self) -> type[nn.Module] | Callable[[], nn.Module] | None:
-        """The model, as the argument ``model`` of ``zerostart.load``."""
+        """Return the argument ``model`` of ``zerostart.load``."""
 
     @property
     def source(self) -> str:
-        """Where the weights are, as the argument ``source`` of ``zerostart.load``."""
+        """The argument ``source`` of ``zerostart.load``."""
         return self.config.model.source
 
     @property
     def hidden_size(self) -> int | None:
-        """The width of the model, by which engines choose the sizes of buffers; None: not known."""
+        """Width of the model, from which engines choose buffer sizes; None: unknown."""
         return None
 
     def begin(self, model: nn.Module) -> None:
-        """Called before training with the loaded model, not yet wrapped by an engine. Raises ConfigError."""
+        """Prepare the loaded model, not yet wrapped by an engine, for training. Raises ConfigError."""
         return
 
     @abstractmethod
     def collator(self, seed: int) -> Collator:
-        """How examples become a batch, without random draws of its own, which no checkpoint would have.
+        """Return the function that makes a batch of examples, without random draws (see ``drawn``).
 
-        ``seed`` is another one on each rank. Raises ConfigError.
+        ``seed`` differs between ranks. Raises ConfigError.
         """
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """Mean loss of one batch, []; ``model`` is as the engine wraps it.
+        """Return the mean loss of one batch, []; ``model`` is wrapped by the engine.
 
-        Every rank calls ``model`` equally often for a batch, whatever is in it.
+        Every rank must call ``model`` equally often for any batch.
         """
 
     def drawn(self, batch: Batch, epoch: int) -> Batch:
-        """Add to ``batch`` (on the device) the random draws of its examples in ``epoch`` (-1: held out).
+        """Add the random draws of ``epoch`` (-1: held out) to ``batch`` (on the device).
 
-        It is to depend on the seed of the run, the epoch and the example alone, and so be the same however
-        many ranks there are.
+        Draws should depend only on the seed of the run, the epoch and the example: then any number of ranks
+        has the same.
         """
         return batch
 
     def saved_in(self, directory: Path) -> Path:
-        """Path of the model within the output directory."""
+        """Return the path of the model within the output directory."""
         return directory
 
     def finish(self, directory: Path) -> None:
-        """Called when the model is saved, to write what else belongs in the output directory; on one rank.
-
-        Raises ZerostartError.
-        """
+        """Write further files after the model is saved; on one rank. Raises ZerostartError."""
         return
 
 
-#: Where the class of each task is; a module is imported when its task is first asked for.
+#: The class of each task, or its module and name, which is imported on first use.
 _TASKS: dict[str, str | type[Task]] = {
     "flow-matching": "zerostart.training.diffusion.flow:FlowMatching",
 }
 
 
 def register_task(name: str, task: type[Task]) -> None:
-    """Register ``task`` as the class that ``task.name: NAME`` of a configuration means.
+    """Register ``task`` for ``task.name: NAME`` of a configuration.
 
-    Raises :class:`ConfigError` for a name that is taken by another class, or one with a colon in it.
+    Raises ConfigError for a name of another class, or one with a colon in it.
     """
     if ":" in name or not name:
         raise ConfigError(
@@ -215,21 +208,23 @@ def known_tasks() -> tuple[str, ...]:
 
 
 def task_class(name: str) -> type[Task]:
-    """The task that is registered as ``name``, or the class that ``package.module:Class`` names.
+    """Return the task registered as ``name``, or the class that ``package.module:Class`` names.
 
-    Modules beside which the run was started are found, too. Raises :class:`ConfigError` if there is none.
+    Modules in the working directory are found, too. Raises ConfigError if there is none.
     """
-    found = _TASKS.get(name, name)
-    if isinstance(found, type):
-        return found
-    module, colon, attribute = found.partition(":")
+    target = _TASKS.get(name, name)
+    if isinstance(target, type):
+        return target
+    module, colon, attribute = target.partition(":")
     if not colon:
-        known = ", ".join(sorted(_TASKS))
-        raise ConfigError(f"{name!r} is unknown; choose one of {known}, or package.module:Class of your own")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        # At the end: nothing that is installed is hidden by a file that lies there.
-        sys.path.append(here)
+        registered = ", ".join(sorted(_TASKS))
+        raise ConfigError(
+            f"{name!r} is unknown; choose one of {registered}, or package.module:Class of your own"
+        )
+    folder = str(Path.cwd())
+    if folder not in sys.path:
+        # At the end, so that installed modules come first.
+        sys.path.append(folder)
     try:
         kind = getattr(importlib.import_module(module), attribute, None)
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Text for a person."""
+"""Print text and durations."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from zerostart.errors import printable
 
 
 def say(console: Console, text: str) -> None:
-    """Print ``text``, in which nothing is markup, and no line is broken."""
+    """Print ``text`` without markup and without wrapping lines."""
     console.print("\n".join(printable(line) for line in text.splitlines()), markup=False, soft_wrap=True)
 
 
 def duration(seconds: float) -> str:
-    """Seconds in the unit that a person would take, to two digits or so."""
+    """Format ``seconds`` in a suitable unit."""
     if seconds < 0.001:
         return "< 1 ms" if seconds > 0 else "0 s"
     if seconds < 0.9995:
