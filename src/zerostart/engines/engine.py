@@ -90,7 +90,7 @@ class Engine(abc.ABC):
     owns_optimizer: ClassVar[bool] = False
     #: True if an optimizer steps the parameters themselves, in their dtype, without other masters.
     steps_parameters: ClassVar[bool] = False
-    #: The environment variable with which accelerate's launcher sets up this very engine, None for none.
+    #: Environment variable by which accelerate's launcher selects the engine, None without one.
     launcher_variable: ClassVar[str | None] = None
 
     zero_stage: int

@@ -22,9 +22,9 @@ from zerostart.engines.shard import Shard, replace_everywhere
 from zerostart.geometry.layout import Layout, Parallelism, replicated
 from zerostart.geometry.layout.layout import FlatGroup, FlatRules
 
-#: Bytes that a group, and a parameter, may begin at a multiple of.
+#: Alignment of groups and parameters in bytes.
 ALIGNMENT = 64
-#: Parameter groups for whose padding there is room.
+#: Number of parameter groups whose padding fits.
 GROUPS = 64
 #: Bytes of a message when ranks exchange their parts.
 MESSAGE = 32 << 20
@@ -174,7 +174,7 @@ def whole_placements(
     buffers = buffers_of(families)
     nbytes = sum(buffer.nbytes for buffer in buffers)
     fit = MemoryFit.here(default_device())
-    # On the host the ranks of a machine share one memory; of accelerators each has its own.
+    # Ranks of a machine share one host memory; each accelerator has its own.
     fits = [fit] * (min(size, RANKS_OF_A_MACHINE) if fit.on_host else 1)
     parts: dict[str, Callable[[int], Layout]] = {}
     exchanged = [buffer for buffer in buffers if buffer.family.exchange]
@@ -231,7 +231,7 @@ class FlatBufferShards:
         nbytes = sum(buffer.nbytes for buffer in self._buffers(model, names))
         residence = agree_on_residence(nbytes, self._world, self.device, self._stage, self.waits)
         if residence.name == HOST:
-            # Accelerators' collectives know no host memory.
+            # Collectives of accelerators cannot use host memory.
             self.device, self._exchange = torch.device("cpu"), False
         return residence
 
@@ -245,8 +245,7 @@ class FlatBufferShards:
         """Give each parameter its place in a buffer; its shard is the part that this rank reads."""
         new, made = {}, {}
         for buffer in self._buffers(model, names):
-            # Not zeros: what parameters cover is read from the checkpoint. Gaps and the end are, since sums
-            # go over them.
+            # The checkpoint fills the parameters. Only gaps and the end are zeroed, since sums include them.
             flat = torch.empty(buffer.capacity, dtype=buffer.dtype, device=self.device)
             numel = buffer.group.numel
             for low, high in [*buffer.group.gaps(), (numel, flat.numel())]:
@@ -284,7 +283,7 @@ class FlatBufferShards:
 
     def finish(self, model: nn.Module) -> int:
         """Exchange the parts that ranks have read, in place; return the received bytes."""
-        # Given up first, so that the buffers do not outlive their parameters here.
+        # Released first, so that the buffers do not outlive their parameters here.
         buffers, self._gathered = self._gathered, []
         if buffers:
             with self._world.collectives("gathering the flat buffers"):

@@ -90,7 +90,7 @@ def _recompute_first(results: list[torch.Tensor], inputs: Iterable[torch.Tensor]
     happen during the backward of that very module, which needs them gathered, too. So a tensor is saved last
     of all, and requested before the first of the nodes that made the results.
     """
-    # An input that is handed through has a node from outside, whose backward comes after this one's.
+    # An input that is returned unchanged has a node from outside, whose backward comes after this one's.
     outside = {tensor.grad_fn for tensor in inputs} | {None}
     computed = [tensor for tensor in results if tensor.grad_fn not in outside]
     if not computed:
@@ -111,8 +111,8 @@ def _recompute_first(results: list[torch.Tensor], inputs: Iterable[torch.Tensor]
             is_requested = True
             _ = last.grad_fn.saved_tensors  # whose unpacking runs the function again
 
-    # Once in each backward: a graph may be retained for several. Hooks of tensors come before those of nodes,
-    # among which are an engine's, which gathers for a backward what running again needs, too.
+    # Once in each backward: a graph may be retained for several. Hooks of tensors run before those of nodes,
+    # among them an engine's, which gathers parameters for a backward that the second run needs, too.
     register_multi_grad_hook(computed, begin, mode="any")
     for node in {tensor.grad_fn for tensor in computed}:
         assert node is not None, "left out above"
@@ -221,7 +221,7 @@ def _give_back(own: Any, used: Any) -> object:
     if own is used or type(own) is not type(used):
         return used
     if isinstance(own, MutableMapping):
-        # Recursively first, so that inner containers of the caller stay the ones that he holds.
+        # Recursively first, so that the caller's inner containers remain the same objects.
         merged = {key: _give_back(own[key], value) if key in own else value for key, value in used.items()}
         if len(merged) != len(own) or any(own.get(key) is not value for key, value in merged.items()):
             own.clear()
@@ -280,7 +280,7 @@ def checkpoint_blocks(
     chosen = dict(list(blocks_by_name.items())[::every])
     for module in chosen.values():
         if isinstance(module.forward, CheckpointedForward):
-            # Undone first: else a checkpoint would run inside a checkpoint.
+            # Undone first: otherwise a checkpoint would run inside a checkpoint.
             module.forward = module.forward.original  # again, with other settings
         module.forward = CheckpointedForward(module, offload)
     return tuple(chosen)

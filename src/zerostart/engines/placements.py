@@ -13,7 +13,7 @@ from zerostart.geometry.layout import Layout, Parallelism, Section
 #: Homes of a shard: the device that computes, host memory, or a file.
 DEVICE, HOST, STORAGE = "device", "host", "storage"
 
-#: How many ranks a plan takes to be on one machine.
+#: Number of ranks on one machine that a plan assumes.
 RANKS_OF_A_MACHINE = 8
 
 Parameters = Mapping[str, nn.Parameter]
@@ -25,13 +25,13 @@ class Placements:
 
     #: Layout of a parameter on a rank, by name.
     layout: Callable[[str, int], Layout]
-    #: Parameters of one shape with equal answers lie alike.
+    #: Parameters of one shape with equal answers have equal layouts.
     alike: Callable[[str], Hashable]
     #: The first rank that holds the same as the given one: replicas have one twin.
     twin: Callable[[int], int]
     #: The home of each parameter.
     homes: Mapping[str, str]
-    #: Bytes that each rank holds of all parameters on the device, where that is more than it reads of them.
+    #: Bytes of all parameters on each rank's device, if that is more than it reads; otherwise None.
     held: int | None = None
     #: Bytes that each rank receives from the others after reading.
     gathered: int = 0

@@ -18,7 +18,7 @@ logger = logging.getLogger("zerostart")
 
 #: Entry points of other packages: a name, and the subclass of ``Engine``.
 GROUP = "zerostart.engines"
-#: Names, and where the class is; imported when it is asked for.
+#: Module and class of each name, imported on demand.
 _OWN: Mapping[str, tuple[str, str]] = {
     "deepspeed": ("zerostart.engines.deepspeed.family", "DeepSpeed"),
     "fsdp2": ("zerostart.engines.fsdp2.family", "FSDP2"),

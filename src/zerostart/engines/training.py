@@ -14,7 +14,7 @@ from torch import nn
 
 from zerostart.distributed.world import current_world
 
-#: An engine's configuration, or a section of it: JSON values by name; for FSDP2 also objects, such as a mesh.
+#: An engine's configuration, or a section of it: JSON values by name, and for FSDP2 also objects.
 EngineConfig: TypeAlias = Mapping[str, Any]
 
 
@@ -24,14 +24,14 @@ class TrainingJob:
 
     #: accelerate's: ``"no"``, ``"bf16"`` or ``"fp16"``.
     mixed_precision: str
-    #: Sequences that each rank sees at a time.
+    #: Sequences in a batch of each rank.
     batch_size: int
-    #: How many times over, for one step.
+    #: Batches of each rank in one step.
     accumulation: int
     #: 0 turns clipping off.
     max_grad_norm: float
     world_size: int
-    #: The model's; None where it has none.
+    #: Hidden size of the model; None without one.
     hidden_size: int | None = None
     #: Ranks that see one batch.
     sequence_parallel: int = 1
@@ -46,9 +46,9 @@ class TrainingJob:
 class AccelerateSetup:
     """How an ``Accelerator`` is made around a model that is sharded already."""
 
-    #: Its keyword arguments.
+    #: Keyword arguments of ``Accelerator``.
     options: EngineConfig
-    #: Variables that are set while it is made.
+    #: Environment variables that are set during its construction.
     environment: Mapping[str, str] = field(default_factory=dict)
     #: Warnings to ignore, by pattern and category, since no user can change the cause.
     ignored: tuple[tuple[str, type[Warning]], ...] = ()

@@ -18,7 +18,7 @@ from zerostart.geometry.copies import Box
 #: First address, and ``(size, stride)`` of the loops.
 Strided = tuple[int, tuple[tuple[int, int], ...]]
 
-#: Most addresses that are counted one by one where the reductions come to no answer.
+#: Maximum number of addresses that are counted one by one, if no reduction decides.
 COUNTED = 1 << 22
 
 
@@ -150,7 +150,7 @@ class View:
     #: Start of the slice of each split dimension.
     starts: Ints
     counts: Ints
-    #: The shape that the taken parts are joined to: the view's dimensions from the largest stride on.
+    #: Shape after the parts are joined: the view's dimensions from the largest stride on.
     joined: Ints
     #: The joined dimensions in the view's order; those of size 1 are left out.
     turned: Ints

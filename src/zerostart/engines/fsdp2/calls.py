@@ -61,7 +61,7 @@ class _Root:
         inside = {id(parameter) for unit in units for parameter in unit.parameters()}
         # Parameters of the root's own unit: only the root's forward gathers them.
         own = [name for name, p in model.named_parameters() if p.dim() and id(p) not in inside]
-        # Such as a token for padding: pipelines read it between the calls of modules.
+        # For example a padding token, which pipelines read between the calls of modules.
         self._bare = own if len(own) == sum(p.dim() > 0 for p in model.parameters(recurse=False)) else []
         self._scalars = bool(scalars_of(model))
 
@@ -192,10 +192,10 @@ def _following(kind: type[nn.Module]) -> type[nn.Module]:
     return type(kind.__name__, (kind,), {"__setattr__": set_attribute, "__module__": kind.__module__})
 
 
-# ZeRO stages in FSDP2's terms. Parameters are sharded at rest at every stage from 1 on; what differs is how
-# long they, and the gradients, are whole. Stage 3 gathers a unit for its forward and again for its backward.
-# At stage 2 it stays gathered in between. At stage 1 gradients are, besides, summed up whole on each rank,
-# and parameters stay gathered, until the last of the batches that are accumulated.
+# ZeRO stages in FSDP2. Every stage from 1 on shards parameters at rest; the stages differ in how long
+# parameters and gradients are whole. Stage 3 gathers a unit for its forward and again for its backward. At
+# stage 2 it remains gathered in between. At stage 1 each rank also sums whole gradients, and parameters
+# remain gathered, until the last of the accumulated batches.
 
 
 def begin_batch(model: FSDPModule, zero_stage: int, last: bool) -> None:

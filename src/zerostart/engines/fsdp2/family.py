@@ -63,7 +63,7 @@ class FSDP2(Engine):
 
     @classmethod
     def is_launched(cls) -> bool:
-        # FSDP has two versions, and accelerate's own choice is the first.
+        # FSDP has two versions, and accelerate's default is the first.
         if not super().is_launched():
             return False
         if (version := launched_fsdp_version()) != "2":
@@ -97,7 +97,7 @@ class FSDP2(Engine):
 
     @classmethod
     def configured_tensor_parallel(cls, config: EngineConfig) -> int:
-        # It is ``autotp_size``, as in DeepSpeed's section.
+        # The key ``autotp_size``, as in DeepSpeed's section.
         return FSDP2Settings.of(config).autotp_size
 
     def require(self) -> None:
@@ -110,7 +110,7 @@ class FSDP2(Engine):
         return None if policy is None else policy.param_dtype
 
     def check_sequence_parallel(self, model: nn.Module) -> None:
-        # Torch's context parallelism, of a device that it has kernels for.
+        # Torch's context parallelism needs kernels for the device.
         from zerostart.upstream.torch.context_parallel import check_kernels
 
         check_ring(model, self.mesh.sequence_parallel)
@@ -118,7 +118,7 @@ class FSDP2(Engine):
             check_kernels(kind)
 
     def enable_sequence_parallel(self, model: nn.Module) -> None:
-        # The ring is entered by whoever calls the model.
+        # The caller of the model enters the ring.
         from zerostart.upstream.torch.context_parallel import require, ring_on_cpu
 
         if self.mesh.sequence_parallel > 1:
@@ -181,7 +181,7 @@ class FSDP2(Engine):
         # Raises ConfigError for an unknown key.
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
-        # A run's configuration is a file: only settings that are plain data, and no meshes or functions.
+        # A YAML file has plain data only, no meshes or functions.
         if unknown := sorted(set(user_config) - set(PLAIN)):
             names = ", ".join(PLAIN)
             raise ConfigError(f"engine.config.{unknown[0]} is unknown for {self.name}; known are {names}")
@@ -206,7 +206,7 @@ class FSDP2(Engine):
         return AccelerateSetup(
             options,
             ignored=(
-                # It warns of logits changed in place; here only the loss is looked at.
+                # It warns of logits changed in place; only the loss is used here.
                 ("FSDP2-wrapped module .* returned a view tensor", UserWarning),
                 ("find_unused_parameters=True was specified in DDP constructor", UserWarning),
             ),
@@ -222,7 +222,7 @@ class FSDP2(Engine):
             hold_masters(model.parameters(), mixed_precision != "no")
 
     def synchronize_added(self, model: nn.Module, added: Sequence[nn.Parameter]) -> None:
-        # A plain loop has nothing that would reduce their gradients.
+        # Nothing in a plain loop would reduce their gradients.
         from zerostart.engines.fsdp2.units import share_added
 
         if self.uses_fully_shard:

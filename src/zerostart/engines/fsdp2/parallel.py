@@ -82,7 +82,7 @@ class FSDP2Shards(ShardMaker):
         experts = expert_modules(model, self._parallelism)
         for module, own in experts.items():
             self._cut_experts(module, own)
-        # After the cuts, by identity: ``fully_shard`` asks with the parameter that is there now.
+        # After the cuts, by identity: ``fully_shard`` asks with the present parameter.
         dims: dict[int, int] = {}
         for name, parameter in model.named_parameters():
             if parameter.dim():
@@ -184,7 +184,7 @@ def cut_tensors(model: nn.Module, parallelism: Parallelism, mesh: DeviceMesh) ->
         spec = parallelism.tensors.cuts.get(name)
         if spec is None:
             if _beside_a_cut(name, parallelism):
-                # As a DTensor all the same: its layer adds it to one, and the two kinds do not mix.
+                # Also a DTensor: its layer adds it to one, and the two kinds do not mix.
                 new[id(parameter)] = make_distributed(parameter, parameter.data, mesh, [Replicate()])
             continue
         shape = spec.section(tuple(parameter.shape), *parallelism.mesh.tensor(mesh.get_local_rank())).shape

@@ -31,8 +31,8 @@ class FSDP2Settings:
     ``fully_shard``, for every unit.
     """
 
-    #: A device mesh over all ranks; of two dimensions, the first has replicas (HSDP). None: one is made, with
-    #: ``replicate`` replicas.
+    #: A device mesh over all ranks; of two dimensions, the first has replicas (HSDP). None: a mesh with
+    #: ``replicate`` replicas is made.
     mesh: DeviceMesh | None = None
     replicate: int = 1
     #: The units: class names, classes, or names of modules with ``*`` for any part, as ``model.layers.*``.
@@ -117,7 +117,7 @@ class FSDP2Settings:
                     "leave it out"
                 )
             return self
-        # Stage 3 is what ``fully_shard`` does of itself; 1 and 2 keep parameters gathered from forward to
+        # Stage 3 is the default of ``fully_shard``; 1 and 2 keep parameters gathered from forward to
         # backward.
         if zero_stage == 3:
             return self
@@ -155,7 +155,7 @@ class FSDP2Settings:
             self.shape(mesh.world_size)
             return
         axis = "expert_parallel" if mesh.expert_parallel > 1 else "tensor_parallel"
-        # A number means: reshard to so many ranks; True and False are numbers to Python, and excluded below.
+        # The number of ranks to reshard to; True and False are also numbers in Python.
         size = self.reshard_after_forward
         if self.mesh is not None:
             raise ConfigError(

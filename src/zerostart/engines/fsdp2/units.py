@@ -163,13 +163,13 @@ def _split(module: nn.Module, finished: set[int], names: dict[int, str]) -> tupl
     kinds = {kind for _, kind in remaining} | set(own)
     if len(kinds) < 2:
         return units, next(iter(kinds), None)
-    # A parameter of the module itself can be in no other unit; else as few elements as can be move out.
+    # The module keeps the kind of its direct parameters, otherwise the kind with most elements.
     keep = next(iter(own)) if own else max(kinds, key=lambda kind: _elements(remaining, kind))
     for child, kind in remaining:
         if kind != keep:
             parts = _callable_parts(child, finished)
             units += [Unit(part, kind) for part in parts]
-            # So that the parent, and its parent, leave them out.
+            # The parent and its parents skip them.
             finished.update(id(part) for part in parts)
     return units, keep
 
@@ -190,7 +190,7 @@ def _callable_parts(module: nn.Module, finished: set[int]) -> list[nn.Module]:
     return [module] if any(True for _ in module.parameters()) else []
 
 
-# Which modules of a model are sharded as units.
+# Choice of the modules that are sharded as units.
 
 
 def blocks_of(model: nn.Module, wrap: Sequence[str | type[nn.Module]] | None) -> list[nn.Module]:
@@ -212,8 +212,8 @@ def blocks_of(model: nn.Module, wrap: Sequence[str | type[nn.Module]] | None) ->
         candidates = _with_the_rest(model, candidates)
     holders = _holders(model)
     blocks = [m for m in candidates if m is not model and any(True for _ in m.parameters())]
-    # FSDP2 wants all holders of a tied parameter in one unit; here that is the root.
-    # Modules come outer before inner; to be wrapped they must come the other way round.
+    # FSDP2 wants all holders of a tied parameter in one unit: the root. Modules are listed outer before
+    # inner, and are wrapped in reverse.
     return [m for m in reversed(blocks) if _holds_all_uses(m, holders)]
 
 
@@ -246,7 +246,7 @@ def _outermost_lists(module: nn.Module) -> list[nn.ModuleList]:
     return lists
 
 
-# Parameters that were added to a model after it was sharded, such as adapters: made shards of the same mesh.
+# Parameters added to a sharded model, such as adapters, become shards of the same mesh.
 
 #: Modules that hold parameters for others and are never called, so that nothing would gather them.
 _CONTAINERS = (nn.ParameterList, nn.ParameterDict)
@@ -277,7 +277,7 @@ def shard_added(model: nn.Module, options: EngineConfig, fp32: bool) -> list[str
                 "DeepSpeed ZeRO-3, or load without zerostart"
             )
         added.append((name, module))
-    # Over all ranks, as the model's own: their gradients are the mean of all batches.
+    # Over all ranks, like the model's parameters: their gradients are the mean of all batches.
     mesh = _mesh_of(model)
     tied: dict[frozenset[nn.Module], list[nn.Module]] = {}
     holders = _holders(model)
@@ -309,14 +309,14 @@ def share_added(model: nn.Module, added: Sequence[nn.Parameter], shared: str = "
     """
     values = added
     if not shared:
-        # Copies of the model's own modules (``modules_to_save``) are of shards that no unit gathers.
+        # Copies of the model's modules (``modules_to_save``) consist of shards that no unit gathers.
         values = with_first_values(lambda: [_whole(p) if isinstance(p, DTensor) else p for p in added])
     whole = dict(zip(map(id, added), values, strict=True))
     modules = dict(model.named_modules())
     for name, module in modules.items():
         own = {leaf: whole[id(p)] for leaf, p in module._parameters.items() if id(p) in whole}
         if own:
-            # Past the setter: names and hooks of the module stay.
+            # Not by the setter: names and hooks of the module remain.
             module._parameters.update(own)
             paths = ["", *itertools.accumulate(name.split("."), "{}.{}".format)]
             # From the module outwards, up to the first unit, which would gather and reduce these parameters.

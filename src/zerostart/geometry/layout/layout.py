@@ -25,7 +25,7 @@ class LocalBox:
     box: Box
     #: Element of the local storage.
     to: int
-    #: In elements of the local storage.
+    #: Strides in elements of the local storage.
     strides: tuple[int, ...]
 
 
@@ -37,15 +37,14 @@ class Layout:
     shape: tuple[int, ...]
     #: Elements of the local storage, padding included.
     numel: int
-    #: How many of them, from the first on, are real.
+    #: Number of real elements, which come first.
     owned: int
-    #: Disjoint; what none of them covers is padding.
+    #: Disjoint boxes; uncovered elements of the storage are padding.
     boxes: tuple[LocalBox, ...]
 
     def part(self, number: int, count: int) -> Layout:
         """Part ``number`` of ``count`` nearly equal ones without overlap; the storage stays the same."""
-        # Parts are of the elements that the boxes hold, in their order: all who hold the share cut it at the
-        # same places.
+        # Parts divide the elements of the boxes in order, so that all holders of the share cut it alike.
         total = sum(placed.box.numel for placed in self.boxes)
         first, stop = total * number // count, total * (number + 1) // count
         parts: list[LocalBox] = []
@@ -136,10 +135,9 @@ class Section:
 
     #: The parameter's shape.
     whole: tuple[int, ...]
-    #: The local tensor's.
+    #: Shape of the local tensor.
     shape: tuple[int, ...]
-    #: Boxes of the parameter, each with its origin in the local tensor; none where the rank has nothing of
-    #: it.
+    #: Boxes of the parameter, each with its origin in the local tensor; none if the rank has no part.
     boxes: tuple[tuple[Box, tuple[int, ...]], ...]
 
     def holds(self, layout: Layout) -> Layout:
@@ -152,7 +150,8 @@ class Section:
         placed = []
         for inner in layout.boxes:
             for origin, start, extent in self._meeting(inner.box):
-                # The storage stays where it is: the part begins as far in it as it does in the inner box.
+                # The storage does not move: the offset of the part in the inner box is its offset in the
+                # storage.
                 offset = sum(
                     (s - o) * t for s, o, t in zip(start, inner.box.origin, inner.strides, strict=True)
                 )
@@ -207,7 +206,7 @@ def packed(shape: Sequence[int], dim: int, parts: Sequence[int], rank: int, size
         )
     ranges = []
     for first, length in zip(accumulate(parts, initial=0), parts, strict=False):
-        # Chunks as ``torch.chunk`` makes them: all of the length of the first, so that the last may be empty.
+        # Chunks as in ``torch.chunk``: all as long as the first, so that the last may be empty.
         step = -(-length // size)
         low, high = min(rank * step, length), min((rank + 1) * step, length)
         ranges.append((first + low, first + high))
