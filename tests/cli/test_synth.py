@@ -44,11 +44,14 @@ def qwen3_tied(folder: Path) -> Path:
         "bert",
         "t5",
         "inkling2_text",
+        "dory",
     ],
 )
 def test_transformers_loads_and_runs_it(model_type: str, tmp_path: Path) -> None:
     import transformers
 
+    if model_type not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {model_type}")
     source = str(qwen3_tied(tmp_path / "source")) if model_type == "qwen3" else model_type
     made = synthesise(source, tmp_path / "out", size="tiny")
     assert made.parameters < 2_000_000

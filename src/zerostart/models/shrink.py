@@ -46,7 +46,7 @@ _TINY: Mapping[int, tuple[str, ...]] = {
         *("encoder_attention_heads", "decoder_attention_heads", "linear_num_value_heads"),
     ),
     2: (
-        *_LAYERS,
+        *(*_LAYERS, "n_recurrent_layers"),
         *("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_k"),
         *("top_k_experts", "moe_top_k", "n_group", "num_expert_group", "num_expert_groups"),
         *("linear_num_key_heads", "attn_layer_period", "expert_layer_period"),
@@ -55,7 +55,7 @@ _TINY: Mapping[int, tuple[str, ...]] = {
         *("topk_group", "n_shared_experts", "first_k_dense_replace"),
         *("attn_layer_offset", "expert_layer_offset"),
     ),
-    0: ("num_kv_shared_layers",),
+    0: ("num_kv_shared_layers", "n_input_layers", "n_output_layers"),
 }
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "multi_query_group_num", "num_global_key_value_heads")
 
