@@ -108,9 +108,6 @@ class Exporter:
             return replace(request, trainable_only=True, renamed=renamed, stem=stem, max_shard_size=2**62)
         if output.trainable_only:
             # None keeps the names of the model's own library.
-            return replace(
-                request,
-                trainable_only=True,
-                renamed=drop_prefix(prefix, lambda name: name) if prefix else None,
-            )
+            plain = drop_prefix(prefix, lambda name: name) if prefix else None
+            return replace(request, trainable_only=True, renamed=plain)
         return request
