@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 
 from torch import nn
 
 from zerostart.engines.residence import Residence
-from zerostart.geometry.layout import Layout, Parallelism, Section
+from zerostart.geometry.layout import Layout
 
 #: Homes of a shard: the device that computes, host memory, or a file.
 DEVICE, HOST, STORAGE = "device", "host", "storage"
@@ -39,29 +39,3 @@ class Placements:
     residence: Residence | None = None
     #: True if shards in host memory are page-locked.
     pinned: bool = False
-
-
-def mesh_placements(
-    parallelism: Parallelism,
-    shapes: Mapping[str, Sequence[int]],
-    homes: Mapping[str, str],
-    share: Callable[[str, Section, int, int], Layout],
-    pinned: bool = False,
-) -> Placements:
-    """Return placements where a mesh cuts each parameter and ``share`` cuts the section.
-
-    ``share(name, section, place, owners)`` is the layout of the section's local tensor at ``place`` among its
-    ``owners``.
-    """
-
-    def layout(name: str, rank: int) -> Layout:
-        section = parallelism.section(name, tuple(shapes[name]), rank)
-        return section.holds(share(name, section, *parallelism.owners(name, rank)))
-
-    return Placements(
-        layout=layout,
-        alike=lambda name: (parallelism.is_expert(name), parallelism.cut(name)),
-        twin=lambda rank: rank,
-        homes=homes,
-        pinned=pinned,
-    )

@@ -14,7 +14,6 @@ from zerostart.geometry.layout import (
     Layout,
     Ranges,
     Section,
-    chunk,
     dimension_shard,
     entire,
     flat_partition,
@@ -49,9 +48,8 @@ def test_a_chunk_is_torch_chunk(shape: list[int], data: st.DataObject, size: int
     dim = data.draw(st.integers(0, len(shape) - 1))
     numbers = torch.arange(prod(shape)).view(shape)
     for rank in range(size):
-        assert torch.equal(
-            local(chunk(shape, dim, rank, size), numbers), torch_chunk(numbers, dim, rank, size)
-        )
+        section = packed(shape, dim, (shape[dim],), rank, size)
+        assert torch.equal(local(section, numbers), torch_chunk(numbers, dim, rank, size))
 
 
 @given(shapes, st.data(), st.integers(1, 4))
@@ -79,27 +77,25 @@ def test_a_packed_section_is_the_strided_shard_of_dtensor(each: int, parts: int,
 @settings(max_examples=examples(70, 2000))
 @given(shapes, st.data(), st.integers(1, 3), st.integers(1, 3))
 def test_sections_and_layouts_nest(shape: list[int], data: st.DataObject, across: int, owners: int) -> None:
-    """Experts, then columns, then the engine's own cut: each applied to the real local tensor in turn."""
+    """A mesh axis, then the engine's own cut: each applied to the real local tensor in turn."""
     numbers = torch.arange(prod(shape)).view(shape)
     dim = data.draw(st.integers(0, len(shape) - 1))
     packs = data.draw(st.integers(0, shape[dim]))
     flat = data.draw(st.booleans())
-    for expert in range(2):
-        outer = chunk(shape, 0, expert, 2)
-        parts = [min(packs, outer.shape[dim]), max(0, outer.shape[dim] - packs)]
-        for rank in range(across):
-            both = outer.section(packed(outer.shape, dim, parts, rank, across))
-            own = torch_packed(local(outer, numbers), dim, parts, rank, across)
-            assert torch.equal(local(both, numbers), own)
-            for owner in range(owners):
-                layout: Layout
-                layout = (
-                    flat_partition(both.shape, owner, owners)
-                    if flat
-                    else dimension_shard(both.shape, 0, owner, owners)
-                )
-                # The same layout, of the local tensor alone and of the whole parameter through the section.
-                assert torch.equal(placed(both.holds(layout), numbers), placed(layout, own))
+    parts = [min(packs, shape[dim]), max(0, shape[dim] - packs)]
+    for rank in range(across):
+        both = packed(shape, dim, parts, rank, across)
+        own = torch_packed(numbers, dim, parts, rank, across)
+        assert torch.equal(local(both, numbers), own)
+        for owner in range(owners):
+            layout: Layout
+            layout = (
+                flat_partition(both.shape, owner, owners)
+                if flat
+                else dimension_shard(both.shape, 0, owner, owners)
+            )
+            # The same layout, of the local tensor alone and of the whole parameter through the section.
+            assert torch.equal(placed(both.holds(layout), numbers), placed(layout, own))
 
 
 def test_what_does_not_fit_is_refused() -> None:

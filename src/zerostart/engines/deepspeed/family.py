@@ -26,7 +26,7 @@ from zerostart.engines.engine import Engine, MasterReader, ShardMaker
 from zerostart.engines.flat_buffers import whole_placements
 from zerostart.engines.forecast import MemoryInputs, MemoryPeak, replicated_peaks
 from zerostart.engines.parallelism import check_heads, resolve
-from zerostart.engines.placements import DEVICE, HOST, STORAGE, Placements, mesh_placements
+from zerostart.engines.placements import DEVICE, HOST, STORAGE, Placements
 from zerostart.engines.shard import Shard
 from zerostart.engines.state import (
     Counters,
@@ -315,7 +315,18 @@ class ZeroThree(DeepSpeed):
         # Homes of shards for DeepSpeed's values of ``offload_param.device``.
         names = {"none": DEVICE, "cpu": HOST, "nvme": STORAGE}
         lying = {name: names[home] for name, home in homes.items()}
-        return mesh_placements(parallelism, shapes, lying, _partition, self.settings.pinned)
+
+        def layout(name: str, rank: int) -> Layout:
+            section = parallelism.section(name, shapes[name], rank)
+            return section.holds(flat_partition(section.shape, *parallelism.owners(name, rank)))
+
+        return Placements(
+            layout=layout,
+            alike=lambda name: (parallelism.is_expert(name), parallelism.cut(name)),
+            twin=lambda rank: rank,
+            homes=lying,
+            pinned=self.settings.pinned,
+        )
 
     def shard_maker(
         self, world: World, dtype: torch.dtype | None, parallelism: Parallelism, placements: Placements
@@ -361,10 +372,6 @@ class ZeroThree(DeepSpeed):
 
     def memory_peaks(self, model: nn.Module, inputs: MemoryInputs) -> list[MemoryPeak]:
         return memory.stage3_peaks(inputs, self.settings)
-
-
-def _partition(name: str, section: Any, place: int, owners: int) -> Layout:
-    return flat_partition(section.shape, place, owners)
 
 
 class FlatBuffers(DeepSpeed):

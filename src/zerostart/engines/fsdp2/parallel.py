@@ -161,7 +161,7 @@ def parallel_shards(
 
 
 def _dimension(parameter: DTensor) -> int:
-    """The dimension along which owners share ``parameter``; see ``FSDP2ParallelShards._meshes``."""
+    """The dimension along which owners share ``parameter``; see ``FSDP2Shards._meshes``."""
     axes = parameter.device_mesh.mesh_dim_names
     assert axes is not None, "the meshes of a load have names"
     placement: Any = parameter.placements[axes.index("shard")]

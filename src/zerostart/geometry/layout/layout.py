@@ -158,20 +158,6 @@ class Section:
                 placed.append(LocalBox(Box(origin, extent), inner.to + offset, inner.strides))
         return Layout(self.whole, layout.numel, layout.owned, tuple(placed))
 
-    def section(self, inner: Section) -> Section:
-        """A section of the local tensor, as a section of the parameter.
-
-        Raises ValueError for one of a tensor of another shape.
-        """
-        if inner.whole != self.shape:
-            raise ValueError(f"a section of shape {inner.whole} does not fit a section of shape {self.shape}")
-        boxes = []
-        for box, place in inner.boxes:
-            for origin, start, extent in self._meeting(box):
-                place_in_result = tuple(p + s - o for p, s, o in zip(place, start, box.origin, strict=True))
-                boxes.append((Box(origin, extent), place_in_result))
-        return Section(self.whole, inner.shape, tuple(boxes))
-
     def _meeting(self, local: Box) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
         for box, place in self.boxes:
             low = tuple(max(a, b) for a, b in zip(local.origin, place, strict=True))
@@ -187,11 +173,6 @@ class Section:
 def entire(shape: Sequence[int]) -> Section:
     """Return the whole parameter as a section, also one without dimensions."""
     return ranged(shape, 0, [(0, shape[0])]) if shape else Section((), (), ((Box((), ()), ()),))
-
-
-def chunk(shape: Sequence[int], dim: int, rank: int, size: int) -> Section:
-    """``torch.chunk`` along ``dim``, as DTensor's ``Shard(dim)`` has it: the last ranks short or empty."""
-    return packed(shape, dim, (shape[dim],), rank, size)
 
 
 def packed(shape: Sequence[int], dim: int, parts: Sequence[int], rank: int, size: int) -> Section:
