@@ -22,7 +22,7 @@ from zerostart.errors import UnsupportedVersionError
 from zerostart.upstream import guard, patches
 
 NEWER = [
-    {"torch": "2.16.0", "transformers": "5.24.0"},
+    {"torch": "2.16.0", "transformers": "5.25.0"},
     {"torch": "2.17.1", "transformers": "6.0.0", "deepspeed": "0.21.0"},
 ]
 
