@@ -80,7 +80,7 @@ def compare(path: Path, key: str, loras: tuple[Path, Path], ways: list[str]) -> 
         for name, step in steps(*loras).items():
             step(plain)
             step(pipe)
-            if not torch.equal(picture(pipe, key), picture(plain, key)):
+            if not equal_but_for_rounding(picture(pipe, key), picture(plain, key)):
                 wrong.append(f"{way}: {name}")
         with zerostart.gathered(pipe.transformer, *first_weight(plain.transformer)) as whole:
             if not torch.equal(whole, plain.transformer.get_parameter(*first_weight(plain.transformer))):
@@ -89,9 +89,14 @@ def compare(path: Path, key: str, loras: tuple[Path, Path], ways: list[str]) -> 
         fresh.load_lora_weights(loras[0])
         picture(fresh, key)
         fresh.unload_lora_weights()
-        if not torch.equal(picture(fresh, key), first):
+        if not equal_but_for_rounding(picture(fresh, key), first):
             wrong.append(f"{way}: the base is another one")
     return wrong
+
+
+def equal_but_for_rounding(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two pictures are equal: sums depend on where their operands lie in memory."""
+    return bool((one - other).abs().max() <= 1e-5 * other.abs().max())
 
 
 def first_weight(model: nn.Module) -> tuple[str]:
