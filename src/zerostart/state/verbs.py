@@ -292,18 +292,18 @@ def convert(
     return convert_files(source, out, to, dtype=floating, max_shard_size=max_shard_size)
 
 
-def diff(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Difference:
-    """Compare two checkpoints, tensor by tensor and bit by bit, in bounded memory.
+def diff(a: str | os.PathLike[str] | nn.Module, b: str | os.PathLike[str] | nn.Module) -> Difference:
+    """Compare two checkpoints or live models, tensor by tensor and bit by bit, in bounded memory.
 
-    A path is any source of ``load``; names are those in the files. To compare live models, compare their
-    ``digest``.
+    A path is any source of ``load``; names are those in the files. With a model the call is collective: the
+    model is saved to a temporary directory first (``TMPDIR``; on several hosts one that they share).
 
     Returns:
         ``equal`` names; ``differing``, by name the ``largest`` absolute difference and the number of
         ``elements`` that differ; ``only_a`` and ``only_b``, names; and ``same``.
 
     Raises:
-        ZerostartError: an error of opening or reading a checkpoint; ConfigError for a model.
+        ZerostartError: an error of opening, reading or saving a checkpoint; the same on every rank.
 
     Example:
         >>> import tempfile, torch, zerostart

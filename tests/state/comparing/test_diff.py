@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import zerostart
+from tests.ranks import run_ranks
 from tests.tiny import TinyCheckpoints
 from zerostart.cli import main
 
@@ -122,3 +123,21 @@ def test_training_states(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
     assert list(found.differing) == ["model/model.embed_tokens.weight"]
     assert {name.partition("/")[0] for name in found.equal} >= {"model"}
     assert list(zerostart.diff(source, b).differing) == ["model.embed_tokens.weight"]
+
+
+def live(source: Path, edited: Path) -> None:
+    for engine in ("deepspeed", "fsdp2"):
+        model = zerostart.load(source, engine=engine, progress=False)
+        assert zerostart.diff(model, source).same
+        assert list(zerostart.diff(edited, model).differing) == ["model.embed_tokens.weight"]
+        assert zerostart.diff(model, model).same
+
+
+@pytest.mark.slow
+def test_live_models_are_compared_as_they_are_saved(checkpoints: TinyCheckpoints) -> None:
+    source = checkpoints("qwen3_moe_aligned")
+
+    def edit(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.embed_tokens.weight"][0, 0] += 1
+
+    run_ranks(live, 2, source, checkpoints.edited(source, "edited", edit))

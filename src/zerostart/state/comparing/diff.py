@@ -1,9 +1,11 @@
-"""Compare two checkpoints, tensor by tensor, in bounded memory."""
+"""Compare two checkpoints or live models, tensor by tensor, in bounded memory."""
 
 from __future__ import annotations
 
 import itertools
 import os
+import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -13,6 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from zerostart.checkpoint import manifest
 from zerostart.checkpoint.catalog import DTYPE_BITS, Assembled, Catalog, TensorEntry
@@ -23,11 +26,15 @@ from zerostart.checkpoint.source import open_catalog, resolve_source
 from zerostart.checkpoint.storage import scheme_of, storage_at
 from zerostart.checkpoint.strict_json import JsonObject
 from zerostart.distributed.machine import cores
-from zerostart.errors import ConfigError, printable
+from zerostart.distributed.world import World, current_world
+from zerostart.errors import printable
 from zerostart.recipe import torch_dtype
 from zerostart.state.converting.source import SourceReader, SourceTensor
+from zerostart.state.saving.save import SaveRequest, save_model
 from zerostart.transfer.staging import view_bytes
 
+#: A checkpoint's path or URL, or a live model.
+Comparable = str | os.PathLike[str] | nn.Module
 #: Integers by element size in bytes, to compare bits.
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 #: Maximum number of tensors that ``str`` lists.
@@ -117,14 +124,27 @@ _PIECE, _THREADS = 1 << 20, 8
 _Kind = tuple[str, tuple[int, ...]]
 
 
-def compare(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Difference:
-    """Compare two checkpoints as ``zerostart.diff`` documents it; each process reads both once."""
-    for path in (a, b):
-        if not isinstance(path, (str, os.PathLike)):
-            raise ConfigError(
-                f"a {type(path).__name__} cannot be compared: pass the paths of two checkpoints; "
-                "equal live models have the same zerostart.digest"
-            )
+def compare(a: Comparable, b: Comparable) -> Difference:
+    """Compare two checkpoints or live models as ``zerostart.diff`` documents it."""
+    if not isinstance(a, nn.Module) and not isinstance(b, nn.Module):
+        return compare_files(a, b)
+    world = current_world()
+    with ExitStack() as stack:
+        paths = [_save_model(side, world, stack) if isinstance(side, nn.Module) else side for side in (a, b)]
+        return world.broadcast_slow(lambda: compare_files(*paths), "comparing with a live model")
+
+
+def _save_model(model: nn.Module, world: World, stack: ExitStack) -> str:
+    """Save ``model`` to a temporary directory, which is deleted when ``stack`` closes; collective."""
+    path = world.broadcast_object(lambda: tempfile.mkdtemp(prefix="zerostart-diff-"), "making a directory")
+    if world.rank == 0:
+        stack.callback(shutil.rmtree, path, ignore_errors=True)
+    save_model(SaveRequest(model), path)
+    return path
+
+
+def compare_files(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Difference:
+    """Compare two checkpoints, each of which is read once."""
     states = is_state(a) and is_state(b)
     counts_by_name: dict[str, tuple[float, int]] = {}
     with Stored(open_catalogs(a, not states)) as ours, Stored(open_catalogs(b, not states)) as theirs:
