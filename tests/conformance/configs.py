@@ -129,9 +129,16 @@ OVERRIDES: Mapping[str, Fields] = {
 
 
 def small_config(kind: Any, identifier: str) -> Any:
-    """Return a small configuration for the model class ``kind``."""
-    raw = _adjusted(tiny(kind.config_class().to_dict()))
-    return kind.config_class.from_dict(_merged(raw, OVERRIDES.get(identifier, {})))
+    """Return a small configuration for the model class ``kind``.
+
+    Some model types, such as exaone, have a configuration of their own and the class of another model.
+    """
+    from transformers import CONFIG_MAPPING
+
+    other = identifier in ("exaone", "sarvam_mla", "sarvam_moe")
+    config_class = CONFIG_MAPPING[identifier] if other else kind.config_class
+    raw = _adjusted(tiny(config_class().to_dict()))
+    return config_class.from_dict(_merged(raw, OVERRIDES.get(identifier, {})))
 
 
 def _adjusted(raw: Fields) -> dict[str, Any]:
