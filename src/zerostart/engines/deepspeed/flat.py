@@ -16,13 +16,13 @@ from rich.filesize import decimal
 from torch import nn
 
 from zerostart.distributed.world import World, current_world
-from zerostart.engines.deepspeed.reordering import reorder
 from zerostart.engines.flat_buffers import ALIGNMENT, Family, FlatBufferShards
 from zerostart.engines.residence import HOST, Residence
 from zerostart.errors import InsufficientMemoryError
 from zerostart.geometry.layout import Parallelism
 from zerostart.geometry.layout.layout import FlatGroup, FlatRules
 from zerostart.transfer.meter import free_bytes
+from zerostart.transfer.rearrange import reorder
 from zerostart.upstream.deepspeed import zero12_optimizers as upstream
 from zerostart.upstream.deepspeed.construction import restore_hooks
 from zerostart.upstream.deepspeed.zero3_partitions import import_deepspeed, load_operations

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import nn
 
 from zerostart.distributed.world import World
-from zerostart.engines.deepspeed.reordering import reorder
 from zerostart.engines.deepspeed.settings import DeepSpeedSettings
 from zerostart.engines.engine import ShardMaker
 from zerostart.engines.placements import Placements
@@ -24,6 +23,7 @@ from zerostart.errors import EngineError
 from zerostart.geometry.layout import Layout, flat_partition
 from zerostart.transfer import Arena, page_locked
 from zerostart.transfer.buffers import ALIGNMENT
+from zerostart.transfer.rearrange import reorder
 from zerostart.upstream.deepspeed import nvme
 from zerostart.upstream.deepspeed import zero3_partitions as upstream
 from zerostart.upstream.deepspeed.construction import restore_hooks

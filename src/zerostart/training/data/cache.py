@@ -32,13 +32,12 @@ from zerostart.checkpoint.write.staging import write_errors
 from zerostart.distributed.world import World
 from zerostart.errors import ConfigError, printable
 from zerostart.training.config.configuration import CacheConfig
-from zerostart.training.data.cached import FOLDER, VERSION, CachedItems, read_index, text_file
+from zerostart.training.data.cached import FOLDER, VERSION, CachedItems, hold_lock, read_index, text_file
 from zerostart.training.data.encoders import describe_encoders, encoders
 from zerostart.training.data.items import MediaItems, read_media
 from zerostart.training.data.media import PicturedText, sample_texts
 from zerostart.training.diffusion.encoder import Encoded, Encoder, Example
 from zerostart.training.loop.course import agree, changes, comparable
-from zerostart.training.loop.locks import hold
 
 if TYPE_CHECKING:
     from zerostart.training.config.configuration import TrainConfig
@@ -221,7 +220,7 @@ def _begin(
             f"another process is making the cache {directory}, or adding to it: start again when it has "
             "ended, or name another cache.directory"
         )
-        hold(stack, directory / _LOCK, refusal)
+        hold_lock(stack, directory / _LOCK, refusal)
         if (index := read_index(directory)) is None:
             index = _new_index(facts)
             _write_index(directory, index["files"], index["cache"])

@@ -6,6 +6,7 @@ A cache is a directory with one safetensors file for each item and each text, an
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from collections.abc import Hashable, Sequence
@@ -13,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 from safetensors.torch import load
 
 from zerostart.checkpoint.manifest import documents
-from zerostart.errors import CheckpointError, CheckpointNotFoundError, ConfigError, ReadError
+from zerostart.errors import CheckpointError, CheckpointNotFoundError, ConfigError, ReadError, WriteError
 
 #: Version of the index. Older versions had several items in a file.
 VERSION = 3
@@ -24,6 +26,8 @@ VERSION = 3
 _TEXT = frozenset({"prompt_embeds", "prompt_embeds_mask"})
 #: Name of the cache in the output directory of a run.
 FOLDER = "cache"
+#: Seconds to wait for the workers of a killed run, which may hold its lock.
+_WORKERS_END_S = 5.0
 
 
 def text_file(text: str) -> str:
@@ -127,3 +131,18 @@ class CachedItems:
                 "zerostart cache makes it again"
             )
         return dict(sorted(load(data).items()))
+
+
+def hold_lock(stack: contextlib.ExitStack, path: Path, refusal: str) -> None:
+    """Hold the lock ``path`` until ``stack`` or this process ends.
+
+    Raises WriteError if it cannot be made, and with the text ``refusal`` if another process holds it.
+    """
+    try:
+        stack.enter_context(FileLock(path, timeout=_WORKERS_END_S))
+    except Timeout as error:
+        raise WriteError(refusal) from error
+    except OSError as error:
+        raise WriteError(f"{path} cannot be made: {error.strerror}") from error
+    # Callbacks run in reverse: the file is removed while it is still locked.
+    stack.callback(path.unlink, missing_ok=True)

@@ -24,7 +24,7 @@ from zerostart.state.resuming.retention import list_complete
 from zerostart.state.resuming.training_state import MARKER
 from zerostart.training.adapt.export import AVERAGE, EXPORTS
 from zerostart.training.data.cached import FOLDER as CACHE
-from zerostart.training.loop.locks import hold
+from zerostart.training.data.cached import hold_lock
 from zerostart.training.samples.sampler import FOLDER as SAMPLES
 from zerostart.training.samples.sampler import delete_samples
 
@@ -65,7 +65,7 @@ def claim_output(
                 )
             _check_source(source, directory)
         refusal = f"another run is at work in output.directory {directory}: wait for its end, or name another"
-        hold(stack, directory / _LOCK, refusal)
+        hold_lock(stack, directory / _LOCK, refusal)
         return directory
 
     # Rank 0 holds the lock, which ends with its process.
