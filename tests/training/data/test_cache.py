@@ -334,6 +334,8 @@ def test_directories_that_are_no_cache_are_refused(
 def test_what_cannot_be_encoded_is_told(pipeline: Path, media: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"is not a diffusers pipeline .*name one in cache\.source"):
         cached(configured(pipeline / "vae", media, tmp_path / "a"))
+    with pytest.raises(ConfigError, match=r"placement.*vae cannot be sharded.*replicate or offload"):
+        parse_config(configured(pipeline, media, tmp_path, placement={"vae": "shard"}))
     small = {**media, "multiple_of": 4, "height": 20, "width": 20}
     with pytest.raises(ConfigError, match=r"line 2: image is 20 x 20 .* ZImage\w* takes multiples of \d+"):
         cached(configured(pipeline, small, tmp_path / "b"))

@@ -167,7 +167,7 @@ def test_what_columns_leaves_out_is_no_picture(folder):
             "file,prompt\nx,y\n",
             r"none of its columns \(file, prompt\) is one of video, image,.*file_name",
         ),
-        ("a.csv", b"image,prompt\n\xff\xfe,y\n", r"a\.csv is not UTF-8 text"),
+        ("a.csv", b"image,prompt\n\xff\xfe,y\n", r"a\.csv, line 2: not UTF-8 text \(the byte 0xff\)"),
         ("a.json", '{"image": "x"}', r"a\.json: a table is a JSON list of objects, not a dict"),
         ("a.json", '[{"image": "x"}, 3]', r"a\.json, entry 2: a row is a JSON object"),
         ("a.jsonl", '{"image": "x"}\n{', r"a\.jsonl, line 2: not valid JSON"),
@@ -186,7 +186,18 @@ def test_what_columns_leaves_out_is_no_picture(folder):
             r"https://a/b\.png is a URL; download",
         ),
         ("a.jsonl", '{"image": "", "prompt": "y"}', r"line 1: its cells under image are all empty"),
-        ("a.txt", "image", r"a table is a \.csv, \.json or \.jsonl file: not \.txt"),
+        ("a.csv", b"\xef\xbb\xbfimage,prompt\nx,\xe9t\xe9\n", r"a\.csv, line 2: not UTF-8 .*0xe9"),
+        (
+            "a.csv",
+            "image,prompt\nx,y\n".encode("utf-16"),
+            r"a\.csv, line 1: .*only UTF-8 is read, not UTF-16",
+        ),
+        ("a.jsonl", '{"image": "x"}\n'.encode("utf-16-le"), r"a\.jsonl, line 1: not UTF-8 .*0x00"),
+        ("a.json", b'[\n{"image": "\x93"}]', r"a\.json, line 2: not UTF-8 text"),
+        ("a.jsonl", b'{"image": "x"}\n\n{"image": "\xe9"}', r"a\.jsonl, line 3: not UTF-8 text"),
+        ("a.csv", "image;prompt\nx;y, z\n", r"a\.csv, line 1: semicolons between the columns; .*commas"),
+        ("a.csv", '"image";"prompt"\r\n"x";"y"\r\n', r"a\.csv, line 1: semicolons between the columns"),
+        ("a.txt", "image", r"a table is a \.csv, \.json or \.jsonl file: not '\.txt'"),
     ],
 )
 def test_bad_tables_are_told_by_line(tmp_path, name, content, message):
@@ -195,10 +206,31 @@ def test_bad_tables_are_told_by_line(tmp_path, name, content, message):
         read_media(small(tmp_path / name), ALONE)[0]
 
 
+@pytest.mark.parametrize("name", ["More\\\\a.png", "more/A.PNG", "More/A.png", "\\\\More/a.png"])
+def test_a_path_in_another_spelling_is_told_with_the_file_that_is_there(tmp_path, name):
+    (tmp_path / "More").mkdir()
+    Image.new("RGB", (32, 32)).save(tmp_path / "More" / "a.png")
+    (tmp_path / "t.jsonl").write_text(f'{{"image": "{name}", "prompt": "x"}}')
+    with pytest.raises(ConfigError, match=rf"no such file; did you mean {tmp_path}/More/a\.png\?"):
+        read_media(small(tmp_path / "t.jsonl"), ALONE)
+    with pytest.raises(ConfigError, match=rf"did you mean {tmp_path}/t\.jsonl\?"):
+        read_media(small(tmp_path / "T.jsonl"), ALONE)
+    with pytest.raises(ConfigError, match=rf"media\.base .*did you mean {tmp_path}/More\?"):
+        read_media(small(tmp_path / "t.jsonl", base=f"{tmp_path}/MORE"), ALONE)
+
+
+def test_line_separators_of_unicode_end_no_line_of_json(folder):
+    row = {"image": "china.jpg", "prompt": "a temple\u2028and its roofs"}
+    (folder / "t.jsonl").write_text(
+        json.dumps(row, ensure_ascii=False) + "\r\n", newline="", encoding="utf-8"
+    )
+    assert read_media(small(folder / "t.jsonl"), ALONE)[0]["prompt"] == row["prompt"]
+
+
 def test_a_text_beside_a_picture_that_is_not_utf_8_is_named(folder):
     (folder / "flower.txt").write_text("a flower")
     (folder / "china.txt").write_bytes("roofs\n\u201cof a temple\u201d".encode("cp1252"))
-    with pytest.raises(ConfigError, match=r"china\.txt is not UTF-8 text .*UTF-8"):
+    with pytest.raises(ConfigError, match=r"china\.txt, line 2: not UTF-8 text \(the byte 0x93\); .*UTF-8"):
         read_media(small(folder), ALONE)
 
 
@@ -209,8 +241,8 @@ def test_absent_and_damaged_files_are_told_by_row(folder):
         read_media(small(folder / "t.json"), ALONE)
     text = str(caught.value)
     assert (
-        f"t.json, entry 1: {folder}/a.jpg: no such file; names are relative to the directory media.base"
-        in text
+        f"t.json, entry 1: {folder}/a.jpg: no such file; correct the name; names in a table are relative to "
+        "the directory media.base" in text
     )
     assert text.endswith("; and 2 more rows")
     (folder / "a.jpg").write_bytes(CHINA.read_bytes()[:5000])
@@ -220,7 +252,7 @@ def test_absent_and_damaged_files_are_told_by_row(folder):
     for index, entry in ((0, 1), (2, 3)):
         with pytest.raises(ConfigError, match=rf"entry {entry}: .*cannot be read as a picture.*replace it"):
             items[index]
-    with pytest.raises(ConfigError, match="No such file or directory"):
+    with pytest.raises(ConfigError, match="no such file or directory"):
         MediaItems(small(folder / "absent.csv"))
     (folder / "empty").mkdir()
     with pytest.raises(ConfigError, match=r"no metadata\.csv.*picture or video"):

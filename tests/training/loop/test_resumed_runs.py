@@ -1,5 +1,6 @@
 """Runs that are stopped and go on: their losses are those of the run that never stopped."""
 
+import json
 import os
 import re
 import shutil
@@ -89,7 +90,7 @@ def test_what_cannot_be_gone_on_with_is_named(checkpoints, values, tmp_path):
     elsewhere = given | {"output": {"directory": str(tmp_path / "other")}}
     (message,) = run_ranks(refused, 1, elsewhere | {"resume": str(tmp_path)})
     last = Path(given["output"]["directory"], "checkpoints", "step-00000002")
-    assert f"{tmp_path} is not a complete checkpoint; name a step-... folder" in message
+    assert f"{tmp_path} is not a complete checkpoint; the newest near it is {last}" in message
     Path(given["task"]["source"]).write_text("another text, and another. " * 40)
     shutil.rmtree(tmp_path / "other")
     elsewhere |= {"resume": str(last), "train": given["train"] | {"seed": 7, "batch_size": 1}}
@@ -157,11 +158,20 @@ def test_a_run_that_is_asked_to_stop_goes_on(checkpoints, values):
     assert losses(run_ranks(run, 2, given)[0]) == losses(straight)
 
 
-def test_a_wrong_path_is_refused(tmp_path):
-    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    for wrong in (tmp_path / "run", tmp_path / "run" / "checkpoints" / "step-00000007"):
-        with pytest.raises(
-            ConfigError, match=re.escape(f"{wrong} is not a complete checkpoint; name a step-")
-        ):
+def test_a_wrong_path_is_answered_with_the_newest_state(tmp_path):
+    """The output directory, its folder of checkpoints, a folder in one, and a step that was removed."""
+    folder = tmp_path / "run" / "checkpoints"
+    for step in (1, 2):
+        place = folder / f"step-0000000{step}"
+        (place / "model").mkdir(parents=True)
+        document = {"format": 1, "saved_at_ns": step, "extra": {}, "files": {}}
+        (place / "state.json").write_text(json.dumps(document))
+    newest, old = folder / "step-00000002", folder / "step-00000001"
+    wrong_paths = (tmp_path, tmp_path / "run", folder, newest / "model", folder / "step-00000007")
+    for wrong, state in (*((path, newest) for path in wrong_paths), (old / "model", old)):
+        message = f"{wrong} is not a complete checkpoint; the newest near it is {state}"
+        with pytest.raises(ConfigError, match=re.escape(message)):
             checkpoint_to_resume(str(wrong), tmp_path / "other", World(0, 1, None))
+    with pytest.raises(ConfigError, match=r"is none .leave resume out to begin at step 0"):
+        checkpoint_to_resume(str(tmp_path / "a" / "b" / "c" / "d"), tmp_path, World(0, 1, None))
     assert checkpoint_to_resume("auto", tmp_path / "other", World(0, 1, None)) is None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny, field_validator, model_validator
 
 from zerostart.checkpoint.write.shards import parse_size
 from zerostart.training.config.sections import Count, PathText, Positive, Proportion, Section, TaskConfig
@@ -295,6 +295,13 @@ class CacheConfig(Section):
     """Image to video: true also gives the model the last frame of each video."""
     prompts: list[str] = Field(default_factory=list)
     """Further texts to encode; the empty text always is."""
+
+    @field_validator("placement")
+    @classmethod
+    def _refuse_sharded_vae(cls, value: Any) -> Any:
+        if isinstance(value, dict) and value.get("vae") == "shard":
+            raise ValueError("vae cannot be sharded: ranks call it unequally often; replicate or offload it")
+        return value
 
 
 class SamplesConfig(Section):

@@ -11,6 +11,7 @@ import hashlib
 import importlib
 import io
 import math
+import os
 import re
 from abc import ABC, abstractmethod
 from bisect import bisect_left
@@ -85,9 +86,25 @@ class MediaFile:
         if self.path is None:
             return hashlib.blake2b(self.data or b"", digest_size=16).hexdigest()
         if not self.path.exists():
-            raise ConfigError(f"{self.name}: no such file; names are relative to the directory media.base")
+            raise ConfigError(f"{self.name}: no such file; {suggest_path(self.path)}")
         states = [file.path.stat() for file in self.frames() or [self] if file.path is not None]
         return [(status.st_size, status.st_mtime_ns) for status in states]
+
+
+def suggest_path(path: Path) -> str:
+    """Suggest the existing path that differs only in slashes and capitals, for messages."""
+    found = Path(path.anchor or ".")
+    for part in Path(str(path).replace("\\", "/")).parts[bool(path.anchor) :]:
+        name = part if os.path.lexists(found / part) else _list_folded(found).get(part.casefold())
+        if name is None:
+            return "correct the name; names in a table are relative to the directory media.base"
+        found /= name
+    return f"did you mean {found}? (slashes and capitals must be the same)"
+
+
+@lru_cache(maxsize=64)  # many rows may name files of one folder
+def _list_folded(folder: Path) -> dict[str, str]:
+    return {entry.name.casefold(): entry.name for entry in sorted(folder.glob("*"))}
 
 
 def _natural_key(name: str) -> list[tuple[int, str]]:
@@ -527,5 +544,5 @@ def sample_texts(settings: SamplesConfig) -> tuple[list[str], list[str]]:
 def _sample_picture(name: str) -> Image:
     path = expanded(name)
     if not path.is_file():
-        raise ConfigError(f"samples.images: {path}: no such file")
+        raise ConfigError(f"samples.images: {path}: no such file; {suggest_path(path)}")
     return rgb_image(MediaFile(str(path), path), _WHITE)

@@ -18,7 +18,7 @@ from zerostart.checkpoint.paths import expanded
 from zerostart.distributed.world import current_world
 from zerostart.errors import ConfigError
 from zerostart.training.config.parsing import parse_json
-from zerostart.training.data.media import IMAGE_SUFFIXES, VIDEO_SUFFIXES, MediaFile
+from zerostart.training.data.media import IMAGE_SUFFIXES, VIDEO_SUFFIXES, MediaFile, suggest_path
 from zerostart.training.data.media_config import (
     FILE_COLUMN,
     KNOWN_COLUMNS,
@@ -66,6 +66,8 @@ def read_table(config: DatasetConfig) -> Table:
     path = expanded(source)
     if source.startswith(_PREFIX) or any((path / name).is_file() for name in _SAVED):
         return _read_dataset(config)
+    if not path.exists():
+        raise ConfigError(f"media.source {path}: no such file or directory; {suggest_path(path)}")
     tables = [path / name for name in TABLES if (path / name).is_file()]
     if len(tables) > 1:
         names = " and ".join(table.name for table in tables)
@@ -80,7 +82,7 @@ def read_table(config: DatasetConfig) -> Table:
         raise ConfigError(f"media.source {source} is empty: it has no row to train on")
     base = expanded(config.base or base)
     if not base.is_dir():
-        raise ConfigError(f"media.base {base}: no such directory")
+        raise ConfigError(f"media.base {base}: no such directory; {suggest_path(base)}")
     # JSON rows may have different columns.
     columns = tuple(dict.fromkeys(itertools.chain.from_iterable(row for _, row in pairs)))
     return Table([row for _, row in pairs], columns, base, [where for where, _ in pairs].__getitem__)
@@ -88,11 +90,17 @@ def read_table(config: DatasetConfig) -> Table:
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8-sig")
+        data = path.read_bytes()
+        # NUL characters, of UTF-16 without a byte order mark, must not count as text.
+        return data.replace(b"\0", b"\xff").decode("utf-8-sig")
     except OSError as error:
         raise ConfigError(f"media.source {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8 text ({error.reason}): save the file as UTF-8") from error
+        place = error.start + len(data) - len(error.object)  # `object` lacks the byte order mark
+        raise ConfigError(
+            f"{path}, line {len(data[: place + 1].splitlines())}: not UTF-8 text (the byte "
+            f"0x{data[place]:02x}); only UTF-8 is read, not UTF-16 or cp1252: save the file as UTF-8"
+        ) from error
 
 
 def _read_rows(path: Path) -> Iterator[tuple[str, Row]]:
@@ -107,12 +115,11 @@ def _read_rows(path: Path) -> Iterator[tuple[str, Row]]:
                 raise ConfigError(f"{path}: a table is a JSON list of objects, not a {type(rows).__name__}")
             records = ((f"{path}, entry {number}", row) for number, row in enumerate(rows, start=1))
         case ".jsonl":
-            lines = enumerate(_read_text(path).splitlines(), start=1)
+            lines = enumerate(io.StringIO(_read_text(path)), start=1)
             places = ((f"{path}, line {number}", line) for number, line in lines if line.strip())
             records = ((where, parse_json(line, where)) for where, line in places)
         case suffix:
-            problem = "no such file or directory" if not path.exists() else f"not {suffix or path.name}"
-            raise ConfigError(f"media.source {path}: a table is a .csv, .json or .jsonl file: {problem}")
+            raise ConfigError(f"media.source {path}: a table is a .csv, .json or .jsonl file: not {suffix!r}")
     for where, row in records:
         if not isinstance(row, dict):
             raise ConfigError(f"{where}: a row is a JSON object of columns, not a {type(row).__name__}")
@@ -121,8 +128,12 @@ def _read_rows(path: Path) -> Iterator[tuple[str, Row]]:
 
 def _csv_rows(path: Path) -> Iterator[tuple[str, Row]]:
     """Yield rows of text with their last lines; an empty cell is None."""
+    text = _read_text(path)
+    first = text.partition("\n")[0]
+    if ";" in first and "," not in first:
+        raise ConfigError(f"{path}, line 1: semicolons between the columns; save the table with commas")
     # `csv` handles line breaks itself: those within quotes stay as they are.
-    reader = csv.DictReader(io.StringIO(_read_text(path), newline=""), strict=True)
+    reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
     try:
         header = reader.fieldnames or ()
         if len(set(header)) < len(header):

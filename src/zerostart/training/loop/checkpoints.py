@@ -18,7 +18,7 @@ from zerostart.errors import ConfigError
 from zerostart.live.training import StateTensor
 from zerostart.state.resuming.background import Saving
 from zerostart.state.resuming.load_state import read_document, restore_state
-from zerostart.state.resuming.retention import list_complete, prune
+from zerostart.state.resuming.retention import iterate_states, list_complete, prune
 from zerostart.state.resuming.save_state import write_state
 from zerostart.state.resuming.values import decode
 from zerostart.training.config.configuration import CheckpointConfig
@@ -61,13 +61,22 @@ def checkpoint_to_resume(resume: str | None, directory: Path, world: World) -> P
         path = expanded(resume).absolute()
         if path in list_complete(path.parent):
             return path
-        raise ConfigError(
-            f"resume: {path} is not a complete checkpoint; name a step-... folder in {FOLDER} of a run's "
-            "output directory, or set resume=auto"
-        )
+        newest = _find_newest(path) or "none (leave resume out to begin at step 0)"
+        raise ConfigError(f"resume: {path} is not a complete checkpoint; the newest near it is {newest}")
 
     checkpoint: Path | None = world.broadcast_object(find, "looking for a checkpoint")
     return checkpoint
+
+
+def _find_newest(path: Path) -> Path | None:
+    """Find the newest complete checkpoint below ``path``, or else around it."""
+    for place in (path, *path.parents[:2]):
+        if place in list_complete(place.parent):
+            return place
+        folders = (place, place / FOLDER, *place.glob(f"*/{FOLDER}"))
+        if states := [state for folder in folders for state in iterate_states(folder)]:
+            return max(states, key=lambda state: state[2])[0]
+    return None
 
 
 @dataclass

@@ -136,3 +136,10 @@ class Divergence:
                 f"model was saved. {hint}"
             )
         return f"{warning} ({self._steps} in a row; at {self._patience} the run ends)"
+
+    def check_end(self) -> None:
+        """Raise DivergedError if the last steps of a run were not finite, though its weights are."""
+        if self._steps:
+            raise DivergedError(
+                f"the last {self._steps} steps of the run are not finite: {self._began}; the model is finite"
+            )

@@ -171,6 +171,7 @@ def _train(config: TrainConfig, directory: Path, resumed: Path | None, world: Wo
             str(directory), history.steps, stopped, history.first_loss, history.last_loss, history.held_out
         )
         exporter.save_final(result.steps, session.ema)
+        run.divergence.check_end()
         display.say(str(result))
     session.end()
     return result
