@@ -52,6 +52,6 @@ def test_nothing_is_begun_where_there_is_no_room(free, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
     zerostart.save(model, tmp_path / "model")
     free(10 * KIB)
-    with pytest.raises(WriteError, match=r"saved takes 65\.\d kB, and 10\.2 kB are free"):
+    with pytest.raises(WriteError, match=r"save takes 65\.\d kB, and 10\.2 kB are free"):
         zerostart.save(model, tmp_path / "again")
     assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
