@@ -111,7 +111,7 @@ STORAGE = b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x
         (b"", "damaged"),
         (b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n(K\x01K\x01K\x01K\x01K\x01K\x01tR.", "something other"),
         (b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n)R.", "damaged"),
-        (b"\x80\x02ctorch\nSize\nN\x85R.", "damaged"),
+        (b"\x80\x02ctorch\nSize\nN\x85R.", "other than sizes"),
         (b"\x80\x02ccollections\nOrderedDict\n]N\x61\x85R.", "damaged .*argument"),
         (b"\x80\x02ctorch._tensor\n_rebuild_from_type_v2\n(ctorch.device\n\n)tR.", "which is code"),
     ],
@@ -225,6 +225,13 @@ def _nested(within: bytes, before: bytes = b"N") -> bytes:
         b"\x80\x05\x96" + struct.pack("<Q", 1 << 36) + b".",
         b"\x80\x02ctorch._utils\n_rebuild_tensor\nN}X\x08\0\0\0__code__Ns\x86b.",
         _CLASS + b"N}X\x04\0\0\0nameNs\x86b.",
+        b"\x80\x02](](" + b"N" * _MANY + b"eq\x00" + b"h\x00" * _MANY + b"e.",
+        b"\x80\x02](X"
+        + struct.pack("<i", _MANY)
+        + b"a" * _MANY
+        + b"\x85q\x00"
+        + b"ctorch\nSize\nh\x00R" * 1000
+        + b"e.",
     ],
     ids=[
         "lists in lists",
@@ -242,6 +249,8 @@ def _nested(within: bytes, before: bytes = b"N") -> bytes:
         "an array that is not there",
         "attributes of a call",
         "attributes of a class",
+        "a long list many times",
+        "shapes of a text",
     ],
 )
 def test_a_small_pickle_takes_little_time_and_memory(raw: bytes) -> None:
@@ -261,6 +270,32 @@ def test_deeply_nested_pickles_are_read(raw: bytes) -> None:
         assert read_inert_pickle(b"\x80\x02Nr\xff\xff\xff\x7f.", "states.pt") is None  # a memo of 2 G
         read_inert_pickle(b"\x80\x02" + raw + b".", "states.pt")
         read_inert_pickle(_CLASS + _nested(b"h\x00)\x81", b"") + b"b" * (_MANY - 1) + b".", "states.pt")
+
+
+def _text(text: str) -> bytes:
+    return b"X" + struct.pack("<i", len(text)) + text.encode()
+
+
+def _with_versions(versions: bytes) -> bytes:
+    """A state dict with one tensor and the given ``_metadata``."""
+    tensor = b"ctorch._utils\n_rebuild_tensor\n(" + STORAGE + b"K\x00K\x05\x85K\x01\x85tR"
+    return b"\x80\x02}" + _text("w") + tensor + b"s}" + _text("_metadata") + versions + b"sb."
+
+
+def test_versions_of_modules_may_be_anything(saved: Path) -> None:
+    names = b"".join(_text(f"{number}") + b"h\x00" for number in range(3000))
+    wide = b"}(" + b"".join(_text(f"{number}") + b"K\x01" for number in range(3000)) + b"uq\x000"
+    long = b"}" + _text("version") + _text("v" * _MANY) + b"sq\x000"
+    refused(with_pickle(saved, _with_versions(wide + b"}(" + names + b"u")), "members in all")
+    for versions in (b"K\x01", b"N", long + b"}(" + names + b"u"):
+        catalog = open_catalog(with_pickle(saved, _with_versions(versions)))
+        assert len(str(catalog.versions)) < _MANY
+
+
+def test_a_deeply_nested_key_is_no_raw_error(saved: Path) -> None:
+    key = b"ccollections\nCounter\n" + b")" + b"\x85" * 5000 + b"\x85R"
+    tensor = view_of("K\x05\x85", "K\x01\x85", "K\x00").removesuffix(b".")
+    assert list(open_catalog(with_pickle(saved, tensor + key + b"Ns.")).tensors) == ["w"]
 
 
 @contextlib.contextmanager

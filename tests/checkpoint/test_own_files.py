@@ -29,6 +29,7 @@ from tests.checkpoint.shared_directory import (
 from tests.ranks import run_ranks
 from tests.syscalls import Calls
 from zerostart.checkpoint.source import open_catalog
+from zerostart.checkpoint.write.staging import finish_switched
 from zerostart.errors import CheckpointError, WriteError
 from zerostart.state.resuming.retention import prune
 from zerostart.state.saving.writing import open_publication
@@ -226,6 +227,7 @@ def test_links_lead_nowhere(name: str, tmp_path: Path) -> None:
         {"marker": "", "switch": "gone", "before": {"x": "\ud800"}},
         {"marker": "/etc/passwd", "switch": ""},
         {"marker": [], "switch": {}},
+        {"marker": "", "switch": "gone", "before": ["x"]},
         {"other": 1},
         7,
     ],
@@ -241,6 +243,20 @@ def test_a_made_up_plan_does_no_harm(plan: Any, tmp_path: Path) -> None:
     save_model(path, 1.0)
     assert (tmp_path / "above").read_text() == (path / "notes").read_text() == "kept"
     assert not (path / ".zerostart").exists()
+
+
+@pytest.mark.parametrize("link", ["0123456789ab", "0123456789ab/folder"])
+def test_a_reader_moves_no_files_through_links(link: str, tmp_path: Path) -> None:
+    path, outside = tmp_path / "out", tmp_path / "outside"
+    outside.mkdir()
+    (outside / "secret").write_text("kept")
+    (path / ".zerostart" / link).parent.mkdir(parents=True)
+    (path / ".zerostart" / link).symlink_to(outside)
+    name = link.partition("/")[2] + "/secret"
+    plan = {"marker": "", "switch": "gone", "after": [name.lstrip("/")]}
+    (path / ".zerostart" / "0123456789ab.plan").write_text(json.dumps(plan))
+    finish_switched(path)
+    assert (outside / "secret").read_text() == "kept"
 
 
 def test_a_reader_finishes_a_save_that_was_killed_after_its_switch(

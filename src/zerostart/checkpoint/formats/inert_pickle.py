@@ -66,7 +66,7 @@ class Global:
     name: str
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, repr=False)
 class InertObject:
     """Record of a call, and of the object's ``state``."""
 
@@ -102,9 +102,13 @@ class _Dict(dict[Any, Any]):
 
 def plain_versions(metadata: Mapping[object, object]) -> dict[str, dict[str, object]]:
     """Return the plain values of a state dict's ``_metadata``."""
-    plain = (int, float, str, bool, type(None))
+    plain = (int, float, bool, type(None))  # a pickle may share one long string a million times
     return {
-        name: {key: value for key, value in entry.items() if type(key) is str and type(value) in plain}
+        name: {
+            key: value
+            for key, value in entry.items()
+            if type(key) is str and len(key) <= 64 and type(value) in plain
+        }
         for name, entry in metadata.items()
         if type(name) is str and isinstance(entry, Mapping)
     }
@@ -174,7 +178,8 @@ class _Unpickler(_InPython):  # type: ignore[misc]
         if type(target) is InertObject:
             target.state = state
         elif type(target) is _Dict and isinstance(state, dict):
-            target.metadata = state.get("_metadata")
+            versions = state.get("_metadata")
+            target.metadata = versions if isinstance(versions, dict) else None
         else:
             raise TypeError(f"a {type(target).__name__} has no state")
 
@@ -195,10 +200,13 @@ def _check_members(value: object, limit: int) -> None:
     pending = [value]
     while pending:
         item: Any = pending[-1]
+        if members.get(id(item)):
+            pending.pop()
+            continue
         if isinstance(item, InertObject):
             inside: Any = (item.arguments, item.state)
         else:
-            inside = (*item, *item.values()) if isinstance(item, dict) else item
+            inside = (*item, *item.values(), item.metadata) if type(item) is _Dict else item
         inside = inside if type(item) in _CONTAINERS else ()
         containers = [one for one in inside if type(one) in _CONTAINERS]
         if id(item) not in members:
@@ -206,10 +214,9 @@ def _check_members(value: object, limit: int) -> None:
             pending += [one for one in containers if id(one) not in members]
             continue
         pending.pop()
-        if not members[id(item)]:
-            if any(not members[id(one)] and type(one) is not InertObject for one in containers):
-                raise _Refused("holds a container that holds itself")
-            members[id(item)] = 1 + len(inside) + sum(members[id(one)] for one in containers)
+        if any(not members[id(one)] and type(one) is not InertObject for one in containers):
+            raise _Refused("holds a container that holds itself")
+        members[id(item)] = 1 + len(inside) + sum(members[id(one)] for one in containers)
         if members[id(item)] > limit:
             raise _Refused(f"holds containers in one another, with more than {limit} members in all")
 
@@ -235,6 +242,13 @@ def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> 
     return StoredTensor(storage, dtype, offset, shape, strides, bool(metadata))
 
 
+def _size(counts: Any) -> tuple[int, ...]:
+    if not _counts(counts):
+        raise _Refused("makes a shape from something other than sizes")
+    shape: tuple[int, ...] = counts
+    return shape
+
+
 def _parameter(tensor: object, *_: object) -> StoredTensor:
     if type(tensor) is not StoredTensor:
         raise _Refused("makes a parameter of something other than a tensor")
@@ -256,5 +270,5 @@ _CALLS: dict[str, Callable[..., object]] = {
     **_TENSORS,
     "torch._tensor._rebuild_from_type_v2": _typed,
     "collections.OrderedDict": lambda: _Dict(),
-    "torch.Size": tuple,
+    "torch.Size": _size,
 }

@@ -74,19 +74,24 @@ class RenamePlan:
     #: Folders that the save creates, or that a deletion may leave empty.
     folders: list[str] = field(default_factory=list)
 
-    def is_safe(self, path: Path) -> bool:
-        """Return True if all names are inside ``path``.
+    def is_safe(self, path: Path, staged: Path) -> bool:
+        """Return True if all names are inside ``path`` and ``staged``.
 
-        Any program may have written the plan file.
+        Any program may have written the plan file, and linked the folder.
         """
+        if not isinstance(self.before, dict) or staged.is_symlink():
+            return False
         lists = (self.after, self.drop, self.folders, list(self.before.values()), list(self.before))
-        if not isinstance(self.before, dict) or not all(isinstance(one, list) for one in lists):
+        if not all(isinstance(one, list) for one in lists):
             return False
         names = [name for one in lists for name in one] + [
             n for n in (self.switch, self.replaced_file) if n != ""
         ]
         is_known = self.marker in ("", *MARKERS)
-        return is_known and all(is_inside(name) and not _linked_parent(path, name) for name in names)
+        places = (path, staged)
+        return is_known and all(
+            is_inside(name) and not any(_linked_parent(place, name) for place in places) for name in names
+        )
 
 
 class Staging:
@@ -392,7 +397,7 @@ def _recover(path: Path, token: str = "*") -> None:
     for file in sorted(hidden.glob(f"{token}{PLAN_SUFFIX}")):
         staged = file.with_suffix("")
         plan = _read_plan(file)
-        if plan is not None and plan.is_safe(path):
+        if plan is not None and plan.is_safe(path, staged):
             # A staged switch was not renamed. Act on the plan before the folder below is deleted.
             if plan.switch and os.path.lexists(staged / plan.switch):
                 _undo(path, staged, plan)
@@ -448,7 +453,7 @@ def _switched_plans(path: Path) -> list[tuple[Path, RenamePlan]]:
     return [
         (staged, plan)
         for staged, plan in plans
-        if plan is not None and plan.is_safe(path) and not os.path.lexists(staged / plan.switch)
+        if plan is not None and plan.is_safe(path, staged) and not os.path.lexists(staged / plan.switch)
         if not (plan.replaced_file and os.path.lexists(path / plan.replaced_file))
     ]
 
