@@ -57,14 +57,14 @@ class AccelerateSetup:
 # Parameters that are added to a loaded model, such as adapters: the same on every rank.
 
 
-def with_first_values(make: Callable[[], Sequence[nn.Parameter]]) -> Sequence[nn.Parameter]:
+def broadcast_added(make: Callable[[], Sequence[nn.Parameter]]) -> Sequence[nn.Parameter]:
     """Call ``make``, which may be collective, and send rank 0's values to all ranks."""
     world = current_world()
-    with world.collectives("sharing what was added"):
+    with world.collectives("broadcasting added parameters"):
         parameters = make()
         for parameter in parameters if dist.is_initialized() else ():
             if not parameter.is_meta:
-                # Tensors on the host travel in the group of the ranks' messages, whatever their own group.
+                # NCCL cannot send tensors on the host: use zerostart's own group for them.
                 group = world.group if parameter.device.type == "cpu" else None
                 dist.broadcast(parameter.detach(), src=0, group=group)
     return parameters

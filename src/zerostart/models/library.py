@@ -288,8 +288,8 @@ class ModelLibrary(ABC):
     def keep_outputs(self, model: nn.Module) -> None:
         """Keep outputs although an engine may have changed the class."""
 
-    def by_parts(self, model: nn.Module) -> bool:
-        """Return True if users call modules instead of the forward."""
+    def is_called_by_parts(self, model: nn.Module) -> bool:
+        """Return True if users call modules of ``model`` instead of its forward."""
         return False
 
     def parallel_rules(self, model: nn.Module, axis: str) -> dict[str, str]:

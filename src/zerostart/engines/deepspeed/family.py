@@ -347,11 +347,11 @@ class ZeroThree(DeepSpeed):
 
     def synchronize_added(self, model: nn.Module, added: Sequence[nn.Parameter]) -> None:
         # ``deepspeed.initialize`` partitions them, and each rank provides its part.
-        from zerostart.engines.training import with_first_values
+        from zerostart.engines.training import broadcast_added
 
         # Cut parameters differ between ranks, so rank 0's values are not valid for all.
         if not self.mesh.parallel:
-            with_first_values(lambda: added)
+            broadcast_added(lambda: added)
 
     def offer_masters(self, model: nn.Module, rounded: Collection[str], reader: MasterReader | None) -> None:
         from zerostart.engines.deepspeed.partitioning import mark_parameters

@@ -23,7 +23,7 @@ from zerostart.engines.calls import (
     leave_inference_mode,
     write_back,
 )
-from zerostart.engines.fsdp2.units import check_frozen, scalars_of
+from zerostart.engines.fsdp2.units import find_scalars, refuse_trained_scalars
 from zerostart.errors import EngineError
 from zerostart.models import Alias
 from zerostart.upstream.torch.fsdp2 import begin_at, in_backward
@@ -63,7 +63,7 @@ class _Root:
         own = [name for name, p in model.named_parameters() if p.dim() and id(p) not in inside]
         # For example a padding token, which pipelines read between the calls of modules.
         self._bare = own if len(own) == sum(p.dim() > 0 for p in model.parameters(recurse=False)) else []
-        self._scalars = bool(scalars_of(model))
+        self._scalars = bool(find_scalars(model))
 
     def begin(self) -> None:
         """Prepare the model for a unit that runs, and gather the model's own few parameters.
@@ -71,7 +71,7 @@ class _Root:
         Raises EngineError if these are to be trained, or any without dimensions.
         """
         if self._scalars and torch.is_grad_enabled():
-            check_frozen(self._model)
+            refuse_trained_scalars(self._model)
         if not self._begun:
             begin_at(self._model)
             self._begun = True

@@ -130,9 +130,9 @@ class FSDP2(Engine):
         return self.settings.ep_plan, self.settings.tp_plan
 
     def allow_cast(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
-        from zerostart.engines.fsdp2.units import let_cast
+        from zerostart.engines.fsdp2.units import set_compute_dtype
 
-        let_cast(parameter, dtype)
+        set_compute_dtype(parameter, dtype)
 
     def placements(self, model: nn.Module, parallelism: Parallelism) -> Placements:
         parameters = dict(model.named_parameters())
@@ -214,12 +214,12 @@ class FSDP2(Engine):
 
     def shard_added(self, model: nn.Module, mixed_precision: str) -> None:
         # As separate units. Raises EngineError for modules that cannot be one.
-        from zerostart.engines.fsdp2.units import hold_masters, shard_added
+        from zerostart.engines.fsdp2.units import convert_to_masters, shard_added
 
         if self.uses_fully_shard:
             shard_added(model, self.settings.options(), mixed_precision != "no")
         else:
-            hold_masters(model.parameters(), mixed_precision != "no")
+            convert_to_masters(model.parameters(), mixed_precision != "no")
 
     def synchronize_added(self, model: nn.Module, added: Sequence[nn.Parameter]) -> None:
         # Nothing in a plain loop would reduce their gradients.

@@ -19,7 +19,7 @@ from torch import nn
 
 from zerostart.engines.forecast import MemoryInputs, MemoryPeak, ParameterBytes
 from zerostart.engines.fsdp2.settings import FSDP2Settings
-from zerostart.engines.fsdp2.units import blocks_of
+from zerostart.engines.fsdp2.units import find_blocks
 from zerostart.upstream.torch.fsdp2 import are_reduced_as_shards
 
 
@@ -52,7 +52,7 @@ class Units:
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         sizes = shares.gathers.elements
         left, largest = dict(sizes), 0
-        for block in blocks_of(model, settings.wrap):
+        for block in find_blocks(model, settings.wrap):
             inside = {names[id(p)] for p in block.parameters()} & left.keys()
             largest = max(largest, sum(left.pop(name) for name in inside))
         policy = settings.mp_policy

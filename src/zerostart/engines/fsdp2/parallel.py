@@ -25,7 +25,7 @@ from zerostart.engines.engine import ShardMaker
 from zerostart.engines.exchange import exchange_tokens, expert_modules
 from zerostart.engines.fsdp2.settings import FSDP2Settings, MeshShares
 from zerostart.engines.fsdp2.storage import arena_of, give_storage, reshard_units
-from zerostart.engines.fsdp2.units import scalars_of, shard_units, units_of
+from zerostart.engines.fsdp2.units import find_scalars, list_units, shard_units
 from zerostart.engines.parallelism import share_draws
 from zerostart.engines.shard import Shard, loaded_names, replace_everywhere
 from zerostart.engines.training import EngineConfig
@@ -89,12 +89,12 @@ class FSDP2Shards(ShardMaker):
                 dims[id(parameter)] = shares.dimension(name, *shares.section(name, shapes[name], self._rank))
         options = {
             **settings.options(),
-            "ignored_params": scalars_of(model),
+            "ignored_params": find_scalars(model),
             "shard_placement_fn": lambda parameter: ShardPlacement(dims[id(parameter)]),
         }
         for module in experts:
             # Experts first: their owners are other ranks, and the blocks skip sharded modules.
-            self._wrap_experts(module, units_of(module, ())[-1].options(options))
+            self._wrap_experts(module, list_units(module, ())[-1].options(options))
         shard_units(model, settings.wrap, self._dense, options)
         return give_storage(
             model,

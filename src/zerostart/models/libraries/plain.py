@@ -59,7 +59,7 @@ class DiffSynth(Plain):
             and inspect.isfunction(inspect.getattr_static(type(model), name))
         )
 
-    def by_parts(self, model: nn.Module) -> bool:
+    def is_called_by_parts(self, model: nn.Module) -> bool:
         """Return True unless it is an autoencoder or encoder."""
         return not Plain.entries(self, model)
 

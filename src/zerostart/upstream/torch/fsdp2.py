@@ -52,25 +52,25 @@ def has_run(model: nn.Module) -> bool:
 
 
 def has_begun(model: nn.Module) -> bool:
-    """Return True if ``model`` is no unit, or is the root of its units already."""
+    """Return True if ``model`` is not a unit, or is a root unit."""
     need(_UNITS, _STATES)
     return not isinstance(model, FSDPModule) or model._get_fsdp_state()._is_root is not None
 
 
-def is_at_rest(model: nn.Module) -> bool:
-    """Return whether ``model`` is a unit whose own parameters are not gathered."""
+def has_sharded_parameters(model: nn.Module) -> bool:
+    """Return True if ``model`` is a unit whose own parameters are not gathered."""
     need(_UNITS, _STATES)
     return isinstance(model, FSDPModule) and any(g.is_sharded for g in _groups(model._get_fsdp_state()))
 
 
 def begin_at(model: nn.Module) -> None:
     """Make ``model`` the root of its units, also if another unit runs first."""
-    check_kept(model)
+    refuse_replaced_parameters(model)
     if isinstance(model, FSDPModule):
         model._get_fsdp_state()._lazy_init()
 
 
-def check_kept(model: nn.Module) -> None:
+def refuse_replaced_parameters(model: nn.Module) -> None:
     """Raise EngineError if a whole parameter has replaced a sharded one."""
     need(_UNITS, _STATES, _SHARDS)
     names = {id(module): name for name, module in model.named_modules()}
@@ -81,8 +81,8 @@ def check_kept(model: nn.Module) -> None:
         if at_rest and current is not None and not isinstance(current, DTensor):
             name = f"{names.get(id(info.module), '')}.{info.param_name}".lstrip(".")
             raise EngineError(
-                f"{name} was sharded by FSDP2, and another parameter has been put in its place, which would "
-                "not be trained: keep the parameter, and write the values to it with copy_, or inside "
+                f"{name} was sharded by FSDP2, and another parameter has replaced it, which would not be "
+                "trained: keep the parameter, and write the values to it with copy_, or inside "
                 f"`with zerostart.gathered(model, {name!r}, modifier_rank=0)`"
             )
 
