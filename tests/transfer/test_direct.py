@@ -88,7 +88,7 @@ def test_file_system_that_refuses_such_reads(path: Path, monkeypatch: pytest.Mon
         reader.read(0, 5, [memoryview(buffer)])
     assert buffer == path.read_bytes()[5 : 5 + (2 << 20)]
     assert not reader.direct
-    assert "the file system takes no reads round it" in Tuning(1, 1 << 20).describe(reader)
+    assert "the file system does not allow direct reads" in Tuning(1, 1 << 20).describe(reader)
 
 
 def _is_direct(descriptor: int) -> bool:

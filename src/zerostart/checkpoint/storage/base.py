@@ -71,8 +71,8 @@ class Reader(ABC):
             self.read(file, offset + row * rows.stride, [target[row * step : row * step + rows.width]])
 
     def announce(self, file: int, offset: int, rows: Rows) -> None:
-        """Announce a later read, which may be fetched ahead."""
-        return  # not abstract: most have no use for it
+        """Announce a later read, so that the reader can prefetch it."""
+        return  # most readers do not prefetch
 
     def note(self) -> str:
         """Describe for the report how data was read."""
