@@ -1,8 +1,8 @@
-"""Steps from a catalog and a model's expectations to recipes, on symbolic tensors.
+"""Make recipes by running converters and loaders on symbolic tensors.
 
-A model library combines them: the tensors of the checkpoint (``stored``), a conversion (``run_converter``),
-and then matching by name (``match_names``, ``assemble_recipes``) or the module's own loading
-(``trace_loading``).
+A model library combines these steps: describe the tensors of the checkpoint (``stored``), convert them
+(``run_converter``), and then match them by name (``match_names``, ``assemble_recipes``) or trace the
+module's ``load_state_dict`` (``trace_loading``).
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def run_converter(
 ) -> dict[str, SymbolicTensor]:
     """Run the converter on a state dict of symbolic tensors.
 
-    Messages call it ``known_as``, by default its own name. Raises ConversionError for a conversion that
-    fails, is random, or depends on values of weights.
+    Messages use the name ``known_as``, by default the function's. Raises ConversionError for a conversion
+    that fails, is random, or depends on values of weights.
     """
     name = known_as or str(getattr(converter, "__name__", type(converter).__name__))
     state_dict: dict[str, torch.Tensor] = dict(copy_symbols(symbols))
@@ -83,8 +83,8 @@ def _check_result(name: str, result: object) -> dict[str, SymbolicTensor]:
     if strange:
         kind = type(result[strange[0]]).__name__
         raise ConversionError(
-            f"the converter {name} made {strange[0]!r} (and {len(strange) - 1} more) a {kind}, not "
-            "a tensor; leave such entries out"
+            f"the converter {name} returned a {kind} for {strange[0]!r}, and {len(strange) - 1} more "
+            "values that are not tensors; return tensors only"
         )
     return {str(key): snapshot(value) for key, value in result.items()}
 
@@ -95,9 +95,9 @@ def match_names(
     ignored: tuple[str, ...] = (),
     dropped: tuple[str, ...] = (),
 ) -> Recipes:
-    """Make recipes of a state dict with the model's names.
+    """Make recipes for a state dict with the model's names.
 
-    ``dropped`` names are unexpected. Raises ConversionError as ``assemble_recipes`` does.
+    The names ``dropped`` are reported as unexpected. Raises ConversionError as ``assemble_recipes`` does.
     """
     unexpected = [*(key for key in tensors if key not in targets), *dropped]
     return assemble_recipes(tensors, targets, unexpected, frozenset(tensors), (), ignored)
@@ -121,8 +121,8 @@ def assemble_recipes(
 ) -> Recipes:
     """Match the result of a conversion with the expected tensors.
 
-    ``converted`` has the names that are not only renamed. Raises ConversionError for a cast that cannot be
-    followed.
+    ``converted`` has the names of tensors whose values may differ from the checkpoint's. Raises
+    ConversionError for a cast that cannot be traced.
     """
     by_name: dict[str, Recipe] = {}
     missing: list[str] = []
@@ -152,10 +152,10 @@ def _is_as_stored(name: str, tensor: SymbolicTensor) -> bool:
 
 @contextmanager
 def one_thread(enabled: bool = True) -> Iterator[None]:
-    """Compute operators only in their calling threads.
+    """Disable torch's own threads in the block, since results depend on their number.
 
-    This includes threads started inside. torch divides long loops among threads; the ends of their parts use
-    another routine, and sums another order. zerostart's own threads already use all processors.
+    torch splits long loops among its threads, and rounds differently at the ends of the parts and in sums.
+    Threads that start inside the block are limited too; zerostart's threads already use all processors.
     """
     before = torch.get_num_threads()
     if not enabled or before == 1:
@@ -169,12 +169,12 @@ def one_thread(enabled: bool = True) -> Iterator[None]:
 
 
 aten = torch.ops.aten
-_REMEDY = "Pass a converter that makes the state dict the module's own, and build the module without it"
+_ADVICE = "Do this conversion in converter=, and pass a module whose load_state_dict does not"
 
 
-# A module's own loading may change names and tensors: by hooks, by its own ``_load_from_state_dict``, by
-# versions. All of it runs here on the module on meta. Each copy into a tensor is recorded, and the last one
-# counts. Computations on the module's own tensors are logged with its construction.
+# Hooks, ``_load_from_state_dict`` and versions of a module may change names and tensors while it loads. They
+# all run here, on the meta device. Each copy into a tensor is recorded; the last one becomes its recipe.
+# Operations on the module's own tensors are added to the log of its construction.
 def trace_loading(
     model: nn.Module,
     symbols: Mapping[str, SymbolicTensor],
@@ -184,20 +184,20 @@ def trace_loading(
 ) -> Recipes:
     """Trace the module's own ``load_state_dict`` on ``symbols``.
 
-    ``versions`` is the ``_metadata`` that torch saves. Changes of the model's own tensors on meta run inside
-    ``log``. Raises ConversionError for a model whose loading needs values, is random, or keeps tensors
-    elsewhere.
+    ``versions`` is the ``_metadata`` that torch saves. ``log`` records operations on the model's own tensors.
+    Raises ConversionError for a model whose loading needs values, is random, or copies into tensors that are
+    not registered.
     """
     before = {name: tensor.dtype for name, (tensor, _) in _named_tensors(model).items()}
     state: Any = OrderedDict(copy_symbols(symbols))
     if versions is not None:
-        # Copies, since torch's loading changes entries.
+        # Copy them, since torch changes entries.
         state._metadata = OrderedDict((name, dict(entry)) for name, entry in versions.items())
     kind = type(model).__name__
-    copies = _Copies(kind)
+    copies = _CopyRecorder(kind)
     keys: list[Any] = []
     watched: Any = model
-    # Registered last, so called after the module's own hooks, which may change the lists.
+    # This hook runs last: the module's own hooks may change the lists.
     handle = watched.register_load_state_dict_post_hook(lambda _, found: keys.append(deepcopy(found)))
     failure: RuntimeError | None = None
 
@@ -218,11 +218,11 @@ def trace_loading(
         keys = keys or [returned]
     except ConversionError:
         raise
-    except RuntimeError as error:  # shapes that differ, or another error
+    except RuntimeError as error:  # raised below, unless shapes differ
         failure = error
     except Exception as error:
         raise ConversionError(
-            f"the loading of {kind} failed: {type(error).__name__}: {error}. {_REMEDY}"
+            f"the loading of {kind} failed: {type(error).__name__}: {error}. {_ADVICE}"
         ) from error
     finally:
         handle.remove()
@@ -234,7 +234,7 @@ def trace_loading(
         if failure is not None and name in symbols and tuple(symbols[name].shape) != targets[name].shape
     }
     if failure is not None and not mismatched:
-        raise ConversionError(f"the loading of {kind} failed: {failure}. {_REMEDY}") from failure
+        raise ConversionError(f"the loading of {kind} failed: {failure}. {_ADVICE}") from failure
     incompatible = keys[-1] if keys else None
     missing = dict.fromkeys(getattr(incompatible, "missing_keys", unfilled))
     unexpected = dict.fromkeys(getattr(incompatible, "unexpected_keys", ()))
@@ -248,9 +248,9 @@ def _make_recipes(
     targets: Mapping[str, Target],
     before: Mapping[str, torch.dtype],
 ) -> dict[str, Recipe]:
-    # Loading may have changed dtypes of the module; they count if the caller asked for none.
+    # Loading may have changed the module's dtypes; keep them if the caller requested none.
     now = _named_tensors(model)
-    # By identity: a tied tensor has several names, and is stored under only one of them.
+    # Compare identities: a tied tensor has several names, but is stored under only one of them.
     stored = {id(symbol) for name, symbol in filled.items() if _is_as_stored(name, symbol)}
     by_name: dict[str, Recipe] = {}
     for name, symbol in filled.items():
@@ -264,13 +264,13 @@ def _make_recipes(
     return by_name
 
 
-class _Copies(TorchDispatchMode):
-    """A mode that records copies into tensors of a module."""
+class _CopyRecorder(TorchDispatchMode):
+    """Dispatch mode that records copies into tensors of a module."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._kind = kind
-        self._made: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._copied: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._memory: set[int] = set()
 
     def __torch_dispatch__(
@@ -292,7 +292,7 @@ class _Copies(TorchDispatchMode):
             symbol = symbolic[0]
             if symbol.shape != args[0].shape:
                 symbol = symbol.expand(args[0].shape)
-            self._made.append((args[0], snapshot(symbol)))
+            self._copied.append((args[0], snapshot(symbol)))
             self._memory.add(_memory_key(args[0]))
             return args[0]
         if func is aten.copy_.default and not symbolic and _view_key(args[0]) == _view_key(args[1]):
@@ -303,7 +303,7 @@ class _Copies(TorchDispatchMode):
             if mixed or any(_memory_key(t) in self._memory for t in own):
                 raise refusal(
                     f"while loading, {self._kind} calls {func} on a tensor of the module, which has no "
-                    f"values before the load. {_REMEDY}"
+                    f"values before the load. {_ADVICE}"
                 )
         return func(*args, **(kwargs or {}))
 
@@ -314,15 +314,15 @@ class _Copies(TorchDispatchMode):
                 continue  # found by ``_take_assigned``
             names.setdefault(_view_key(tensor), []).append(name)
         symbols: dict[tuple[Any, ...], SymbolicTensor] = {}
-        for target, symbol in self._made:
-            assert isinstance(symbol, SymbolicTensor), "what is made of a symbolic tensor is one"
-            # Removed first, so that the last copy is also last in the order.
+        for target, symbol in self._copied:
+            assert isinstance(symbol, SymbolicTensor), "snapshots of symbolic tensors are symbolic"
+            # Remove it first, so that the order is that of the last copies.
             symbols.pop(_view_key(target), None)
             symbols[_view_key(target)] = symbol
         if symbols.keys() - names.keys():
             raise ConversionError(
                 f"while loading, {self._kind} copies tensors of the checkpoint into a part of a "
-                f"tensor, or into a tensor that is not registered. {_REMEDY}"
+                f"tensor, or into a tensor that is not registered. {_ADVICE}"
             )
         return {name: symbol for place, symbol in symbols.items() for name in names[place]}
 
