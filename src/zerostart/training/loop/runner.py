@@ -71,11 +71,11 @@ def train(config: TrainConfig) -> TrainResult:
     """Load, train and save as ``config`` says; called in every rank.
 
     Several ranks need an initialised process group. SIGINT or SIGTERM on any rank ends the run after the
-    current step on all ranks, and the model is saved. Raises ZerostartError, with the same text on every rank
-    if all fail.
+    current step on all ranks, and the model is saved. Raises ZerostartError; its text is the same on every
+    rank if all fail.
     """
     world = current_world()
-    with world.phase("checking the surroundings"):
+    with world.phase("checking the environment"):
         check_trackers(config.tracking.trackers)
         check_launcher(config.train.mixed_precision)
         check_optimizer(config.train, config.engine.chosen())
@@ -84,7 +84,7 @@ def train(config: TrainConfig) -> TrainResult:
     claimed = claim_output(
         output.directory, config.model.source, media, output.overwrite, resume == "auto", world
     )
-    # Claimed before a checkpoint is looked for: until then another run may be writing or removing here.
+    # Claim the directory before searching it: another run may still write or delete checkpoints there.
     with claimed as directory:
         resumed = checkpoint_to_resume(resume, directory, world)
         output = output.model_copy(update={"directory": str(directory)})
@@ -92,33 +92,33 @@ def train(config: TrainConfig) -> TrainResult:
 
 
 def _train(config: TrainConfig, directory: Path, resumed: Path | None, world: World) -> TrainResult:
-    # Data before the model: an error in them is raised before minutes of loading. Files of an earlier run
-    # stay until ``remove_earlier_run`` in the loop; a run that fails before has deleted nothing.
+    # Read the data first, so that bad data fail before the model is loaded, which takes minutes. Files of an
+    # earlier run are kept until ``remove_earlier_run`` in the loop, in case this run fails before.
     lora, output, adapted = config.lora, config.output, config.lora is not None
-    with world.phase("reading the configuration and the source of the task"):
+    with world.phase("reading the settings of the task and its model"):
         task = task_class(config.task.name)(config)
         task.open()
-        # Before anything is encoded that could not be drawn with.
-        drawing = open_sample_pipeline(config.samples, config.model)
+        # Reject sample settings before the data are encoded, which may take long.
+        sample_pipeline = open_sample_pipeline(config.samples, config.model)
         engine = engine_config(config.engine, config.train, config.precision, world.size, task.hidden_size)
-    # Before the data: ranks with other settings would enter other collectives while data are prepared.
+    # Compare settings before preparing data: ranks with different settings call different collectives.
     agree(comparable(dict(config)) | {"engine.config": engine}, world)
     with world.phase("preparing the data"):
-        every = task.items(world)
-    with world.phase("describing the data"):
-        digest = every.digest()
+        all_items = task.items(world)
+    with world.phase("computing the digest of the data"):
+        digest = all_items.digest()
     agree({"the data": digest}, world)
     dtype = getattr(torch, config.dtype)
     with world.phase("counting the steps"):
-        items, rest = task.split(every)
+        items, rest = task.split(all_items)
         held_out = None
         if rest is not None:
             held_out = HeldOut(task, rest, config.train.batch_size, config.train.seed, world.rank, world.size)
         # The number of steps in an epoch depends on how many examples are held out.
         train = convert_epochs(items, config.train, world.size)
         config = config.model_copy(update={"train": train})
-        computed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.precision, dtype)
-        sampler = open_sampler(drawing, task, computed, train.last_step, directory)
+        compute_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.precision, dtype)
+        sampler = open_sampler(sample_pipeline, task, compute_dtype, train.last_step, directory)
     # Parameters that the checkpoint lacks are initialised from the default seed: the same on every rank.
     torch.manual_seed(train.seed)
     model = zerostart.load(
@@ -129,10 +129,10 @@ def _train(config: TrainConfig, directory: Path, resumed: Path | None, world: Wo
         engine_config=engine,
         dtype=dtype,
         strict=config.model.strict,
-        # The frozen model of a LoRA needs no masters.
+        # Only trained weights need masters, and a LoRA freezes the model's.
         fp32_masters=config.model.fp32_masters and not (config.trains_masters and adapted),
     )
-    # Trained weights are held in fp32; without ``fp32_masters`` they start from rounded values.
+    # Weights are trained in fp32; without ``fp32_masters`` they start from values rounded to bf16.
     if config.trains_masters and not config.model.fp32_masters and not adapted:
         round_parameters(model, torch.bfloat16)
     if checkpointing := train.checkpoint_blocks:
@@ -142,15 +142,15 @@ def _train(config: TrainConfig, directory: Path, resumed: Path | None, world: Wo
     with world.phase("training"), shown as display, stop_on_signals() as stop:
         display.say(str(zerostart.report(model)))
         task.begin(model)
-        # Before the engine wraps the model: it makes an optimizer of the trained parameters only.
+        # Select before the engine wraps the model and makes an optimizer for the trained parameters.
         if summary := select_parameters(model, train, lora, config.precision, world):
             display.say(summary)
         exporter = Exporter(model, output, adapted, task, directory)
-        with world.phase("looking at the free space"):
+        with world.phase("checking the free space"):
             if world.rank == 0:
                 check_free_space(model, (adapted and not output.merge) or output.trainable_only, directory)
-        # The engine wraps the model and makes its optimizer; then the course is known and compared with that
-        # of the checkpoint; only after that anything of an earlier run is removed.
+        # In this order: the engine makes the optimizer, the settings are compared with the checkpoint's, and
+        # files of an earlier run are deleted.
         workers = config.media.workers if config.media else 0
         session = open_session(
             model, task, items, train, config.precision, config.tracking, directory, config.ema, workers
@@ -161,9 +161,9 @@ def _train(config: TrainConfig, directory: Path, resumed: Path | None, world: Wo
         run = _Run(train, averaged, session, held_out, display, stop, checkpoints, exporter, sampler)
         if config.resume == "auto" and resumed is None:
             display.say(f"resume auto: {directory} has no complete checkpoint, so the run begins at step 0")
-        with raised_locally(), _peers_named(directory), checkpoints.finished():
+        with raised_locally(), _explain_lost_peers(directory), checkpoints.finished():
             run.train(resumed, directory)
-            # Within `finished`: an error names a checkpoint only after it is complete.
+            # Inside `finished`, which waits for the checkpoint that an error names.
             run.check_finite()
         display.say("saving the model")
         history, stopped = run.history, run.stopped
@@ -178,11 +178,11 @@ def _train(config: TrainConfig, directory: Path, resumed: Path | None, world: Wo
 
 
 @contextmanager
-def _peers_named(directory: Path) -> Iterator[None]:
+def _explain_lost_peers(directory: Path) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        # gloo raises plain RuntimeErrors, which name its source files.
+        # gloo raises plain RuntimeErrors; only the source file in the message identifies them.
         if isinstance(error, torch.distributed.DistBackendError) or "gloo/" in str(error):
             checkpoints = resumable_checkpoints(directory)
             saved = f"The last checkpoint is {checkpoints[-1]}: continue with resume=auto"
@@ -197,10 +197,10 @@ def _peers_named(directory: Path) -> Iterator[None]:
 
 @dataclass
 class _Run:
-    """The loop over steps, and its history."""
+    """Training loop and its history."""
 
     config: TrainingConfig
-    averaged: bool  # evaluate the average of the weights
+    averaged: bool  # True to evaluate the averaged weights (EMA)
     session: Session
     held_out: HeldOut | None
     display: Display
@@ -219,14 +219,14 @@ class _Run:
         """Do all steps, from the checkpoint ``resumed`` if there is one; collective."""
         from accelerate.utils import set_seed
 
-        # A deferred error is raised here, and not in the first collective of the engine.
+        # Raise a deferred error here, not in the engine's first collective.
         self.failures.raise_together()
-        # Dropout differs from rank to rank. A checkpoint then replaces these random states.
+        # Each rank needs its own dropout. A checkpoint replaces these random states below.
         set_seed(self.config.seed, device_specific=True)
         self.session.model.train()
         if resumed is not None:
             self.history, batches = self.checkpoints.resume(resumed)
-            if not self._finite():
+            if not self._all_finite():
                 raise DivergedError(
                     f"resume: {resumed} has weights that are not finite; name an earlier checkpoint"
                 )
@@ -236,7 +236,7 @@ class _Run:
             self.display.begin(self.history.steps)
         if resumed is None:
             self._evaluate()
-            self._draw()
+            self._draw_samples()
             batches = self.session.batches()
         else:
             self.display.say(f"resuming after step {self.history.steps}, from {resumed}")
@@ -249,7 +249,7 @@ class _Run:
             if not self.stopped and (steps == last or (every and steps % every == 0)):
                 self._evaluate()
             if not self.stopped:
-                self._draw()
+                self._draw_samples()
             self._save()
         self.failures.raise_together()
 
@@ -259,15 +259,15 @@ class _Run:
         if not (saved or exported):
             return
         self.failures.raise_together()
-        if not self._finite():
-            self.display.say(f"the weights after step {step} are not finite: nothing is saved of them")
+        if not self._all_finite():
+            self.display.say(f"the weights after step {step} are not finite: they are not saved")
             return
         if saved:
             self.checkpoints.save(self.history)
         if exported:
             self.exporter.save_step(step, self.session.ema)
 
-    def _finite(self) -> bool:
+    def _all_finite(self) -> bool:
         finite = True
         with self.failures.deferred():
             finite = is_finite(self.session.model, self.session.optimizer)
@@ -276,25 +276,25 @@ class _Run:
 
     def check_finite(self) -> None:
         """Raise DivergedError on every rank if the weights are not finite; collective."""
-        if not self._finite():
+        if not self._all_finite():
             raise DivergedError(
                 f"after step {self.history.steps} the weights are not finite: no model was saved. "
                 f"{self.checkpoints.recovery_hint}"
             )
 
     def _step(self, step: int, source: Iterator[Batch]) -> None:
-        # Ranks meet in this order: after reading batches, in forwards and backwards (gradients are reduced in
-        # the last one), the norm, and the sum of losses and stop requests. A rank that fails in between
-        # continues to the next meeting, where all ranks learn of it.
+        # All ranks meet in these collectives: after reading batches, in forwards and backwards (the
+        # last one reduces gradients), the norm, and the sum of losses and stop requests. A rank that fails in
+        # between continues to the next collective, which reports the failure to all ranks.
         begun, session, sum_over_ranks = time.monotonic(), self.session, self.failures.sum_over_ranks
         parts: list[Batch] = []
         with self.failures.deferred():
             for _ in range(self.config.accumulation):
                 batch = next(source)
-                # Draws depend on the epoch and the example only, so any number of ranks has the same.
+                # Random draws depend only on the epoch and the example, not on the number of ranks.
                 parts.append(session.task.drawn(batch, session.position[0]))
         sum_over_ranks()
-        # All batches have as many examples: the loss of the step is the mean of theirs.
+        # All batches have the same size, so the loss of the step is the mean of their losses.
         count = self.config.accumulation * int(session.accelerator.num_processes)
         loss, share = 0.0, 1 / count
         for batch in parts:
@@ -331,7 +331,7 @@ class _Run:
     def _evaluate(self) -> None:
         step = self.history.steps
         if self.held_out is not None:
-            # Weights are replaced together: no rank may stay away with a deferred error.
+            # All ranks must swap the weights together, so raise deferred errors before.
             if self.averaged:
                 self.failures.raise_together()
             with self.session.averaged(self.averaged):
@@ -341,7 +341,7 @@ class _Run:
                 self.display.evaluation(step, loss)
                 self.session.accelerator.log({"held_out_loss": loss}, step=step)
 
-    def _draw(self) -> None:
+    def _draw_samples(self) -> None:
         step = self.history.steps
         if self.sampler is not None and self.sampler.due(step):
             folder = self.sampler.take(self.session, self.failures, step)
@@ -349,9 +349,9 @@ class _Run:
 
 
 class StopRequest:
-    """A stop request of this rank.
+    """Stop request of this rank.
 
-    All ranks sum up their requests in every step, and stop together.
+    The ranks sum their requests in every step, and stop together.
     """
 
     requested = False
@@ -367,7 +367,7 @@ class StopRequest:
 def stop_on_signals() -> Iterator[StopRequest]:
     """Yield a request that SIGINT or SIGTERM sets inside the block."""
     request, previous = StopRequest(), {}
-    if threading.current_thread() is threading.main_thread():  # Python allows no handler in other threads
+    if threading.current_thread() is threading.main_thread():  # other threads cannot set handlers
         previous = {number: signal.signal(number, request.note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield request
