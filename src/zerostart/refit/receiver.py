@@ -32,12 +32,12 @@ from zerostart.transfer.tuning import push_threads
 from zerostart.transfer.writing import Source, write_out
 
 #: Maximum size of one read, in bytes.
-CHUNK = 8 << 20
-#: Read no gaps: the trainer sends only the bytes that are read.
-EXACT = PlanOptions(chunk_size=CHUNK, gap_share=0.0, gap_floor=0)
+MAX_READ_BYTES = 8 << 20
+#: Options to read no bytes between the needed ones, since the trainer sends every byte that is read.
+NO_GAPS = PlanOptions(chunk_size=MAX_READ_BYTES, gap_share=0.0, gap_floor=0)
 
 Load: TypeAlias = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
-#: Generator of context managers, each with the tensors of one stage.
+#: Context managers, each of which gives the tensors of one stage (a group that is filled together).
 Stages: TypeAlias = Generator[AbstractContextManager[Mapping[str, torch.Tensor]]]
 
 
@@ -83,7 +83,7 @@ class ModuleWeights:
         yield contextlib.nullcontext(self._tensors)
 
 
-class Supply(Protocol):
+class ImageSource(Protocol):
     """Source of an image's bytes."""
 
     def fill(self, plan: Plan, storages: Sequence[torch.Tensor]) -> None:
@@ -96,7 +96,7 @@ class Supply(Protocol):
 
 
 class Receiver:
-    """An engine's worker, or any module with a loader, that receives weights.
+    """Worker of an inference engine, or any module with a loader, that receives weights.
 
     ``model`` is a module with a ``load_weights`` that takes names and tensors as in a checkpoint, or an
     ``EngineWeights``. ``version`` is the version of its parameters: None before the first one and after a
@@ -119,7 +119,7 @@ class Receiver:
         if not callable(load):
             raise ConfigError(
                 f"this {type(model).__name__} has no load_weights: pass load_weights=, a function that "
-                "takes an iterable of (name, tensor) as a checkpoint has them"
+                "takes an iterable of (name, tensor) with the names of a checkpoint"
             )
         self.engine = ModuleWeights(model, load, type(model).__name__)
 
@@ -131,7 +131,7 @@ class _FilledTensor:
     recipe: Recipe
     #: True if every element is filled.
     whole: bool
-    #: Part of the recipe that can be read back: elements that are copied, each only once.
+    #: Part of the recipe that is read back for digests: elements that are copied, each only once.
     back: Recipe
 
 
@@ -139,10 +139,10 @@ class FillPlan:
     """Plan to fill an engine from an image repeatedly: call ``fill``, then ``check``."""
 
     def __init__(self, receiver: Receiver, image: Image, strict: bool) -> None:
-        """Trace the engine's loader on ``image``; nothing of the engine changes.
+        """Trace the engine's loader on ``image``, without changing the engine.
 
-        Raises ConversionError, naming layer and operation, if the loader cannot be traced. With ``strict``,
-        also if it leaves parameters unfilled.
+        Raises ConversionError, naming layer and operation, if the loader cannot be traced, or, with
+        ``strict``, if it leaves parameters unfilled.
         """
         self._receiver, self._engine, self._image = receiver, receiver.engine, image
         catalog = image.catalog()
@@ -154,19 +154,19 @@ class FillPlan:
             self.device = next((device for device in real if device.type != "meta"), default_device())
         if not recipes.by_name:
             raise ConversionError(
-                f"{self._engine.name} takes none of the {len(image.entries)} tensors of the trained model; "
-                "is it the engine of another model?"
+                f"{self._engine.name} loads none of the {len(image.entries)} tensors of the trained model: "
+                "start the engine with the same model"
             )
         if strict:
             self._check_all_filled(tensors, recipes.by_name)
         self._stages: dict[object, tuple[Plan, WritePlan]] = {}
-        self._filled, back = self._divide(recipes.by_name, strides, recipes.partial)
+        self._filled, back = self._plan_readback(recipes.by_name, strides, recipes.partial)
         filling, _ = self._stage_plan(tuple(self._filled), strides, frozenset(self._filled))
-        #: Bytes to read. Each element is summed once: as read back, otherwise as read.
+        #: Bytes to read. Digests cover each once, as read back from the engine, or else as received.
         self.wants = ByteSet.of_reads(filling)
         self._unread = self.wants.minus(back)
 
-    def fill(self, supply: Supply) -> None:
+    def fill(self, supply: ImageSource) -> None:
         """Fill the tensors and read them back.
 
         The receiver has no version until ``check`` has passed. Raises the errors of the engine and of
@@ -194,21 +194,21 @@ class FillPlan:
     def _check_all_filled(self, tensors: Mapping[str, torch.Tensor], recipes: Mapping[str, Recipe]) -> None:
         """Raise ConversionError for parameters that would stay unfilled."""
         may_keep: Callable[[str], bool] = getattr(self._engine, "may_keep", lambda name: False)
-        filled = {_place(tensors[name]) for name in recipes}
+        filled = {_memory_location(tensors[name]) for name in recipes}
         unfilled = [
             name
             for name, tensor in tensors.items()
             if isinstance(tensor, nn.Parameter) and tensor.numel() and name not in recipes
-            if _place(tensor) not in filled and not may_keep(name)
+            if _memory_location(tensor) not in filled and not may_keep(name)
         ]
         if unfilled:
             more = f" (and {len(unfilled) - 8} more)" if len(unfilled) > 8 else ""
             raise ConversionError(
-                f"{self._engine.name} fills {', '.join(unfilled[:8])}{more} with no tensor of the trained "
-                "model: push a model that has it, or pass strict=False to zerostart.refit to keep the values"
+                f"{self._engine.name}: the trained model has no tensor for {', '.join(unfilled[:8])}{more}: "
+                "push a model that has them, or pass strict=False to zerostart.refit to keep the values"
             )
 
-    def _divide(
+    def _plan_readback(
         self,
         recipes: Mapping[str, Recipe],
         strides: Mapping[str, tuple[int, ...]],
@@ -217,11 +217,11 @@ class FillPlan:
         layout = self._image.layout
         copied: dict[str, list[ByteSet]] = {}
         tensors: dict[str, _FilledTensor] = {}
-        every: list[ByteSet] = []
+        all_runs: list[ByteSet] = []
         for name, recipe in recipes.items():
             back = Recipe(recipe.target, tuple(piece for piece in recipe.pieces if not _is_computed(piece)))
             placed = _layout(back, strides[name], False)
-            plan = plan_writes(layout, [(back, placed, _origin(back, True))], CHUNK)
+            plan = plan_writes(layout, [(back, placed, _origin(back, True))], MAX_READ_BYTES)
             runs = ByteSet.of_writes(plan, layout)
             own = {str(source) for piece in back.pieces for source in piece.source}
             dtypes = [torch_dtype(layout.tensors[source].dtype, source) for source in own]
@@ -235,39 +235,39 @@ class FillPlan:
                 back, runs, own = Recipe(recipe.target, ()), ByteSet.of([]), set()
             for source in own:
                 copied.setdefault(source, []).append(runs)
-            every.append(runs)
+            all_runs.append(runs)
             tensors[name] = _FilledTensor(recipe, name not in partial, back)
-        return tensors, ByteSet.of(np.concatenate([runs.rows for runs in every]))
+        return tensors, ByteSet.of(np.concatenate([runs.rows for runs in all_runs]))
 
     def _stage_plan(
-        self, names: tuple[str, ...], strides: Mapping[str, tuple[int, ...]], hosted: frozenset[str]
+        self, names: tuple[str, ...], strides: Mapping[str, tuple[int, ...]], on_host: frozenset[str]
     ) -> tuple[Plan, WritePlan]:
-        """Plan how to fill and read back one stage; ``hosted`` tensors are on the host."""
-        key = (names, tuple(strides[name] for name in names), hosted)
+        """Plan to fill and read back one stage; ``on_host``: tensors in host memory."""
+        key = (names, tuple(strides[name] for name in names), on_host)
         if key in self._stages:
             return self._stages[key]
         wanted, back = [], []
         for name in names:
-            one, host, steps = self._filled[name], name in hosted, strides[name]
+            one, host, steps = self._filled[name], name in on_host, strides[name]
             wanted.append((one.recipe, _layout(one.recipe, steps, one.whole), _destination(one.recipe, host)))
             placed = _layout(one.back, steps, one.whole and len(one.back.pieces) == len(one.recipe.pieces))
             back.append((one.back, placed, _origin(one.back, host)))
-        # With page=1 windows begin at the tensor, like the rows of its digest.
-        reading = plan_writes(self._image.layout, back, CHUNK, page=1)
-        return self._stages.setdefault(key, (join(self._image.catalog(), wanted, EXACT), reading))
+        # page=1 aligns windows with the start of the tensor, like the rows of its digest.
+        reading = plan_writes(self._image.layout, back, MAX_READ_BYTES, page=1)
+        return self._stages.setdefault(key, (join(self._image.catalog(), wanted, NO_GAPS), reading))
 
-    def _fill_stage(self, tensors: Mapping[str, torch.Tensor], supply: Supply) -> None:
+    def _fill_stage(self, tensors: Mapping[str, torch.Tensor], supply: ImageSource) -> None:
         for name, tensor in tensors.items():
             target = self._filled[name].recipe.target
             if tuple(tensor.shape) != target.shape or tensor.dtype != target.dtype:
                 raise VerifyError(
-                    f"{self._engine.name}: {name} is {tensor.dtype} {list(tensor.shape)} now, and was "
+                    f"{self._engine.name}: {name} is {tensor.dtype} {list(tensor.shape)} now, but was "
                     f"{target.dtype} {list(target.shape)} when its loader was traced"
                 )
         strides = {name: tensor.stride() for name, tensor in tensors.items()}
-        hosted = frozenset(name for name, tensor in tensors.items() if tensor.device.type == "cpu")
-        filling, reading = self._stage_plan(tuple(tensors), strides, hosted)
-        storages = [_storage(tensor) for tensor in tensors.values()]
+        on_host = frozenset(name for name, tensor in tensors.items() if tensor.device.type == "cpu")
+        filling, reading = self._stage_plan(tuple(tensors), strides, on_host)
+        storages = [_view_storage(tensor) for tensor in tensors.values()]
         with torch.no_grad():
             supply.fill(filling, storages)
             write_out(reading, [*map(Source, storages)], None, push_threads(), self._digests.add_rows)
@@ -277,8 +277,8 @@ def _is_computed(piece: Piece) -> bool:
     return any(isinstance(source, Computed) for source in piece.source)
 
 
-def _place(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """Return the memory location of a tensor; tied tensors share one."""
+def _memory_location(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """Return a key of a tensor's memory; tied tensors have the same key."""
     return tensor.untyped_storage()._cdata, int(tensor.storage_offset()), tensor.numel()
 
 
@@ -309,7 +309,7 @@ def _layout(recipe: Recipe, strides: tuple[int, ...], whole: bool) -> Layout:
     return Layout(shape, span, span, tuple(placed))
 
 
-def _storage(tensor: torch.Tensor) -> torch.Tensor:
+def _view_storage(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
     if not tensor.numel():
         return tensor.reshape(-1)

@@ -215,7 +215,7 @@ def _size_of(parcel: Sequence[tuple[Range, ByteSet]]) -> int:
 
 
 class _RankSupply:
-    """A ``Supply`` of bytes from exchange rounds."""
+    """A ``ImageSource`` of bytes from exchange rounds."""
 
     def __init__(self, rounds: Rounds) -> None:
         self._rounds = rounds
