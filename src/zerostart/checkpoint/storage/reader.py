@@ -43,7 +43,7 @@ class FileReader(Reader):
         self._lock = threading.Lock()
         self.cold = cold
         self.direct = direct
-        self.is_refused = False  #: True if a file system is_refused direct reads
+        self.is_refused = False  #: True if a file system refused direct reads
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
