@@ -16,7 +16,7 @@ from tests.ranks import run_ranks
 from tests.tiny import TinyCheckpoints
 from zerostart.errors import UnsupportedVersionError
 from zerostart.upstream.guard import Use, declared_uses, resolve
-from zerostart.upstream.patches import RefCountedPatches, active, fits, replaced
+from zerostart.upstream.patches import RefCountedPatches, active, fits, patch
 
 
 class Something:
@@ -34,11 +34,11 @@ def listed() -> list[str]:
 def test_what_was_there_comes_back() -> None:
     module = SimpleNamespace(name="module")
     thing = Something()
-    with replaced(module, "name", "ours"), replaced(thing, "name", "ours"):
+    with patch(module, "name", "ours"), patch(thing, "name", "ours"):
         assert (module.name, thing.name) == ("ours", "ours")
         assert sorted(listed()) == ["SimpleNamespace.name", "Something.name"]
     assert (module.name, thing.name, vars(thing)) == ("module", "class", {})
-    with pytest.raises(KeyError), replaced(Something, "name", "ours"):
+    with pytest.raises(KeyError), patch(Something, "name", "ours"):
         raise KeyError
     assert Something.name == "class"
     assert listed() == []
@@ -46,7 +46,7 @@ def test_what_was_there_comes_back() -> None:
 
 def test_held_while_one_of_the_holders_lives() -> None:
     def put(stack: ExitStack) -> None:
-        stack.enter_context(replaced(Something, "name", "ours"))
+        stack.enter_context(patch(Something, "name", "ours"))
 
     held = RefCountedPatches(put)
     one, two = Something(), Something()
@@ -66,7 +66,7 @@ def test_held_while_one_of_the_holders_lives() -> None:
 
 def test_what_cannot_be_put_leaves_nothing() -> None:
     def put(stack: ExitStack) -> None:
-        stack.enter_context(replaced(Something, "name", "ours"))
+        stack.enter_context(patch(Something, "name", "ours"))
         raise OSError("no room")
 
     held = RefCountedPatches(put)

@@ -43,9 +43,9 @@ def active() -> list[str]:
 
 
 @contextlib.contextmanager
-def replaced(owner: object, name: str, new: object) -> Iterator[None]:
-    """Set ``owner.name`` to ``new`` inside; later replacements of other code remain."""
-    # An inherited attribute is found again when ours is deleted.
+def patch(owner: object, name: str, new: object) -> Iterator[None]:
+    """Set ``owner.name`` to ``new`` inside the block; keep later replacements by other code."""
+    # ``vars``, since deleting ours is enough to restore an inherited attribute.
     layer = _Layer(owner, vars(owner).get(name, _ABSENT))
     with _lock:
         setattr(owner, name, new)
@@ -70,12 +70,12 @@ def replaced(owner: object, name: str, new: object) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def replaced_everywhere(name: str, original: object, new: object) -> Iterator[None]:
-    """Replace ``name`` in every module that has ``original`` there, also in modules imported meanwhile."""
+def patch_everywhere(name: str, original: object, new: object) -> Iterator[None]:
+    """Replace ``name`` in every module that has ``original`` there, also in newly imported ones."""
     with ExitStack() as stack:
         for module in list(sys.modules.values()):
             if getattr(module, "__dict__", {}).get(name) is original:
-                stack.enter_context(replaced(module, name, new))
+                stack.enter_context(patch(module, name, new))
         try:
             yield
         finally:
@@ -87,7 +87,7 @@ def replaced_everywhere(name: str, original: object, new: object) -> Iterator[No
 def wrap(stack: ExitStack, owner: Any, name: str, replacement: Function, everywhere: bool = False) -> None:
     """Send calls of ``owner.name`` to ``replacement(original, ...)`` until ``stack`` ends.
 
-    With ``everywhere``, modules that imported the function are served too.
+    With ``everywhere``, the function is also replaced in modules that imported it.
     """
     stored = inspect.getattr_static(owner, name)
     original = getattr(stored, "__func__", stored)
@@ -97,25 +97,25 @@ def wrap(stack: ExitStack, owner: Any, name: str, replacement: Function, everywh
         return replacement(original, *args, **kwargs)
 
     new: Any = type(stored)(call) if isinstance(stored, classmethod | staticmethod) else call
-    stack.enter_context(replaced_everywhere(name, stored, new) if everywhere else replaced(owner, name, new))
+    stack.enter_context(patch_everywhere(name, stored, new) if everywhere else patch(owner, name, new))
 
 
 class Ticket:
-    """Keeps replacements while something refers to it; copies are the same object."""
+    """Object that keeps replacements active while it, or its copy, is referenced."""
 
     def __deepcopy__(self, memo: object) -> Ticket:
         return self
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Nothing is replaced in the process that unpickles it.
+        # Unpickle as None: other processes make their own replacements.
         return type(None), ()
 
 
 class RefCountedPatches:
-    """Replacements made by ``enter(stack)``, active while one of their holders lives."""
+    """Replacements that ``enter(stack)`` makes, active while one of their holders lives."""
 
     def __init__(self, enter: Callable[[ExitStack], None]) -> None:
-        self._enter_on = enter
+        self._enter = enter
         self._stack: ExitStack | None = None
         self._count = 0
         self._ticket: weakref.ref[Ticket] | None = None
@@ -128,14 +128,14 @@ class RefCountedPatches:
         return self._stack is not None
 
     def open(self) -> None:
-        """Activate the replacements until ``close`` is called as often."""
+        """Activate the replacements; each call needs its own ``close``."""
         with _lock:
-            self._count += 1  # First: another holder may end at any time.
+            self._count += 1  # Count first: another holder may end at any time.
             if self._stack is not None:
                 return
             try:
                 with ExitStack() as stack:
-                    self._enter_on(stack)
+                    self._enter(stack)
                     self._stack = stack.pop_all()
             except BaseException:
                 self._count -= 1
@@ -167,7 +167,7 @@ class RefCountedPatches:
 
 
 def fits(stack: ExitStack, patches: RefCountedPatches, uses: Sequence[Use], remedy: str) -> bool:
-    """Return whether the libraries fit; if not, the first use's functions refuse held models."""
+    """Return True if libraries fit ``uses``; otherwise the first use's functions refuse held models."""
     wrong = misfit(uses)
     if wrong:
         _refuse(stack, patches, uses[0], f"{wrong}. {remedy}")
@@ -182,7 +182,7 @@ def _refuse(stack: ExitStack, patches: RefCountedPatches, use: Use, text: str) -
     is_module = inspect.ismodule(owner)
 
     def refuse(original: Function, *args: Any, **kwargs: Any) -> object:
-        if _concerns((*args, *kwargs.values()), patches, of_object=not is_module):
+        if _uses_held_model((*args, *kwargs.values()), patches, is_method=not is_module):
             raise UnsupportedVersionError(text)
         return original(*args, **kwargs)
 
@@ -191,17 +191,17 @@ def _refuse(stack: ExitStack, patches: RefCountedPatches, use: Use, text: str) -
             wrap(stack, owner, name, refuse, everywhere=is_module)
 
 
-def _concerns(arguments: Iterable[object], patches: RefCountedPatches, of_object: bool) -> bool:
-    models = [model for argument in arguments for model in _models(argument)]
+def _uses_held_model(arguments: Iterable[object], patches: RefCountedPatches, is_method: bool) -> bool:
+    models = [model for argument in arguments for model in _find_models(argument)]
     ours = {
         id(part) for holder in patches.holders if isinstance(holder, nn.Module) for part in holder.modules()
     }
     if not models:
-        return not of_object
+        return not is_method
     return any(id(part) in ours for model in models for part in model.modules())
 
 
-def _models(argument: object) -> Iterator[nn.Module]:
+def _find_models(argument: object) -> Iterator[nn.Module]:
     if isinstance(argument, nn.Module):
         yield argument
     else:
@@ -210,20 +210,20 @@ def _models(argument: object) -> Iterator[nn.Module]:
         yield from (model for model in candidates if isinstance(model, nn.Module))
 
 
-def when_imported(name: str, then: Callable[[ModuleType], None]) -> Callable[[], None]:
-    """Call ``then(module)``, now or after the import of ``name``; return a function that cancels."""
+def call_on_import(name: str, then: Callable[[ModuleType], None]) -> Callable[[], None]:
+    """Call ``then(module)``, now or after the import of ``name``; return a cancel function."""
     if name in sys.modules:
         then(sys.modules[name])
         return lambda: None
     finder = _Finder(name, then)
     sys.meta_path.insert(0, finder)
-    return finder.leave
+    return finder.remove
 
 
-def enter_when_imported(stack: ExitStack, name: str, enter: Callable[[ExitStack, ModuleType], None]) -> None:
-    """Call ``enter(later, module)`` after the import of ``name``; all ends with ``stack``."""
+def enter_on_import(stack: ExitStack, name: str, enter: Callable[[ExitStack, ModuleType], None]) -> None:
+    """Call ``enter(later, module)`` after the import of ``name``; ``stack`` undoes both."""
     later = stack.enter_context(ExitStack())
-    stack.callback(when_imported(name, functools.partial(enter, later)))
+    stack.callback(call_on_import(name, functools.partial(enter, later)))
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -236,13 +236,13 @@ class _Finder(importlib.abc.MetaPathFinder):
     ) -> importlib.machinery.ModuleSpec | None:
         if name != self._name:
             return None
-        self.leave()  # First: the search below would come here again.
+        self.remove()  # Before the search below, which would call this finder again.
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
             spec.loader = _Loader(spec.loader, self._then)
         return spec
 
-    def leave(self) -> None:
+    def remove(self) -> None:
         with contextlib.suppress(ValueError):
             sys.meta_path.remove(self)
 
@@ -258,7 +258,7 @@ class _Loader(importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
-        # importlib.resources and reload need the own loader.
+        # importlib.resources and reload need the original loader.
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         self._then(module)

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from zerostart.upstream.guard import Function, Use, resolve
-from zerostart.upstream.patches import RefCountedPatches, enter_when_imported, fits, wrap
+from zerostart.upstream.patches import RefCountedPatches, enter_on_import, fits, wrap
 
 TOUCHED = (
     Use(
@@ -109,7 +109,7 @@ class SavingCalls(RefCountedPatches):
             if any(called in self._replacements for called, _ in _called(use)):
                 by_module.setdefault(use.owner.partition(":")[0], []).append(use)
         for module, uses in by_module.items():
-            enter_when_imported(stack, module, functools.partial(self._imported, uses))
+            enter_on_import(stack, module, functools.partial(self._imported, uses))
 
     def _imported(self, uses: list[Use], stack: ExitStack, module: ModuleType) -> None:
         for use in uses:

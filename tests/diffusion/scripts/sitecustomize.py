@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from types import ModuleType
 
-from zerostart.upstream.patches import when_imported
+from zerostart.upstream.patches import call_on_import
 
 
 def _declare(module: ModuleType) -> None:
@@ -34,7 +34,7 @@ def _rehearse(module: ModuleType) -> None:
 
 
 if "ZEROSTART_ROWS" in os.environ:
-    when_imported("torch", _declare)
-    when_imported("diffsynth.configs.model_configs", _append_rows)
+    call_on_import("torch", _declare)
+    call_on_import("diffsynth.configs.model_configs", _append_rows)
     if "ZEROSTART_REHEARSAL" in os.environ:
-        when_imported("accelerate", _rehearse)
+        call_on_import("accelerate", _rehearse)

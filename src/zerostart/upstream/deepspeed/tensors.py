@@ -18,7 +18,7 @@ from torch import nn
 from zerostart.errors import ConfigError
 from zerostart.upstream.deepspeed import zero3_partitions as upstream
 from zerostart.upstream.guard import Use, demand
-from zerostart.upstream.patches import replaced
+from zerostart.upstream.patches import patch
 from zerostart.upstream.types import DeepSpeedConfig
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ def _partition(model: nn.Module, size: int, section: DeepSpeedConfig) -> None:
     config = _config(size, section)
     layers.set_autotp_mode(training=True)
     kind = type(model).__name__
-    device = replaced(get_accelerator(), "current_device_name", lambda *_: "meta")
+    device = patch(get_accelerator(), "current_device_name", lambda *_: "meta")
     try:
         with contextlib.redirect_stdout(io.StringIO()), device, torch.device("meta"):
             engine._apply_autotp_partitioning(_EngineStandIn(size), model, config)
@@ -182,10 +182,10 @@ def _simulate_ranks(size: int) -> Iterator[None]:
 
     stand_in = object()
     with (
-        replaced(comm, "get_rank", lambda group=None: 0),
-        replaced(comm, "get_world_size", lambda group=None: size),
-        replaced(groups, "get_tensor_model_parallel_group", lambda: stand_in),
-        replaced(groups, "get_tensor_model_parallel_world_size", lambda: size),
+        patch(comm, "get_rank", lambda group=None: 0),
+        patch(comm, "get_world_size", lambda group=None: size),
+        patch(groups, "get_tensor_model_parallel_group", lambda: stand_in),
+        patch(groups, "get_tensor_model_parallel_world_size", lambda: size),
     ):
         yield
 

@@ -22,7 +22,7 @@ from zerostart.upstream.deepspeed.zero3_partitions import follow, import_deepspe
 from zerostart.upstream.deepspeed.zero12_groups import TOUCHED as GROUPING
 from zerostart.upstream.deepspeed.zero12_groups import Keeper, Mark, RunReader, grouping, marked, remark
 from zerostart.upstream.guard import Function, Use, misfit
-from zerostart.upstream.patches import RefCountedPatches, replaced, wrap
+from zerostart.upstream.patches import RefCountedPatches, patch, wrap
 from zerostart.upstream.torch.byte_sums import lanes_of, to_signed
 from zerostart.upstream.types import Arguments, Keywords
 
@@ -110,7 +110,7 @@ class Adoption:
                 return flat
             return original(tensors, alignment, *args, **kwargs)
 
-        with replaced(self.optimizer, self.flatten, flatten):
+        with patch(self.optimizer, self.flatten, flatten):
             yield
 
     def read_masters(self) -> None:
@@ -256,7 +256,7 @@ class _Zero(Adoption):
             return original(*args, **kwargs) if self.current() is None else sys.maxsize
 
         with (
-            replaced(accelerator, "available_memory", available_memory),
+            patch(accelerator, "available_memory", available_memory),
             super().overrides(),
             _SkipPartitionClone(self.optimizer),
             self._without_gradients(),
@@ -271,7 +271,7 @@ class _Zero(Adoption):
             if optimizer.cpu_offload or isinstance(optimizer.optimizer, torch.optim.Adagrad):
                 original()
 
-        with replaced(optimizer, "initialize_optimizer_states", initialize):
+        with patch(optimizer, "initialize_optimizer_states", initialize):
             yield
 
 

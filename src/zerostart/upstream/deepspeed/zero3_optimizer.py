@@ -21,7 +21,7 @@ from zerostart.errors import EngineError
 from zerostart.upstream.deepspeed import zero3_start as starting
 from zerostart.upstream.deepspeed.zero3_partitions import follow_partition, require, tell_changed
 from zerostart.upstream.guard import Function, Use, demand, misfit
-from zerostart.upstream.patches import RefCountedPatches, Ticket, enter_when_imported, wrap
+from zerostart.upstream.patches import RefCountedPatches, Ticket, enter_on_import, wrap
 
 if TYPE_CHECKING:
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
@@ -138,7 +138,7 @@ def _gather_aligned(original: Function, params: Iterable[ZeroParameter]) -> Any:
     return handle
 
 
-_aligned = RefCountedPatches(lambda stack: enter_when_imported(stack, _MODULE, _align))
+_aligned = RefCountedPatches(lambda stack: enter_on_import(stack, _MODULE, _align))
 
 
 @functools.cache

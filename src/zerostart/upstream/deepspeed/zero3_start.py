@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from zerostart.upstream.deepspeed.zero3_partitions import mark_leaves
 from zerostart.upstream.guard import Function, Use, demand, misfit
-from zerostart.upstream.patches import RefCountedPatches, replaced, wrap
+from zerostart.upstream.patches import RefCountedPatches, patch, wrap
 from zerostart.upstream.types import Arguments, Keywords
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def ungathered(parameters: Sequence[Any]) -> Iterator[None]:
     with ExitStack() as stack:
         for parameter in spared:
             for name in ("all_gather", "partition"):
-                stack.enter_context(replaced(parameter, name, lambda: None))
+                stack.enter_context(patch(parameter, name, lambda: None))
         yield
 
 
@@ -216,7 +216,7 @@ def _patch_start(stack: ExitStack) -> None:
 
 def _configure_quietly(original: Function, engine: DeepSpeedEngine, optimizer: object) -> object:
     kind = type(engine.module)
-    with replaced(kind, "__repr__", lambda _: f"{kind.__name__}()"):
+    with patch(kind, "__repr__", lambda _: f"{kind.__name__}()"):
         return original(engine, optimizer)
 
 

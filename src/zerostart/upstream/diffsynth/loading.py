@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from zerostart.upstream.guard import Function, Use, demand
-from zerostart.upstream.patches import RefCountedPatches, enter_when_imported, wrap
+from zerostart.upstream.patches import RefCountedPatches, enter_on_import, wrap
 from zerostart.upstream.transformers.loading import without_zero3
 
 _MODEL = "diffsynth.core.loader.model"
@@ -60,8 +60,8 @@ class DiffSynthSeam(RefCountedPatches):
         self._keys = keys
 
     def _enter(self, stack: ExitStack) -> None:
-        enter_when_imported(stack, _MODEL, self._with_loading)
-        enter_when_imported(stack, _FILE, self._with_keys)
+        enter_on_import(stack, _MODEL, self._with_loading)
+        enter_on_import(stack, _FILE, self._with_keys)
 
     def _with_loading(self, stack: ExitStack, module: ModuleType) -> None:
         wrap(stack, module, "load_model", self._load_model, everywhere=True)

@@ -12,7 +12,7 @@ from torch import nn
 
 from zerostart.upstream.diffusers.weights import require as require_version
 from zerostart.upstream.guard import Function, Use, demand
-from zerostart.upstream.patches import RefCountedPatches, enter_when_imported, wrap
+from zerostart.upstream.patches import RefCountedPatches, enter_on_import, wrap
 from zerostart.upstream.seam import LoadingSeam
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class DiffusersSeam(LoadingSeam):
         super().__init__(self._enter, choose, skipped)
 
     def _enter(self, stack: ExitStack) -> None:
-        enter_when_imported(stack, _MODULE, self._imported)
+        enter_on_import(stack, _MODULE, self._imported)
 
     def _imported(self, stack: ExitStack, module: ModuleType) -> None:
         require()
@@ -111,7 +111,7 @@ class LoraShapes(RefCountedPatches):
         self._shown = shown
 
     def _enter(self, stack: ExitStack) -> None:
-        enter_when_imported(stack, _FLUX.owner.partition(":")[0], self._imported)
+        enter_on_import(stack, _FLUX.owner.partition(":")[0], self._imported)
 
     def _imported(self, stack: ExitStack, module: ModuleType) -> None:
         demand(LORA_TOUCHED, "zerostart cannot have LoRAs loaded into a Flux in shards")

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from zerostart.upstream.guard import Function, Use
-from zerostart.upstream.patches import RefCountedPatches, enter_when_imported, fits, wrap
+from zerostart.upstream.patches import RefCountedPatches, enter_on_import, fits, wrap
 
 if TYPE_CHECKING:
     import torch
@@ -103,7 +103,7 @@ class AdapterCalls(RefCountedPatches):
             ((_PROMPTS,), self._wrap_prompts),
         ):
             module = uses[0].owner.partition(":")[0]
-            enter_when_imported(stack, module, functools.partial(self._imported, uses, imported))
+            enter_on_import(stack, module, functools.partial(self._imported, uses, imported))
 
     def _imported(
         self,

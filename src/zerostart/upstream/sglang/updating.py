@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from zerostart.upstream.guard import Use, demand, misfit
-from zerostart.upstream.patches import replaced
+from zerostart.upstream.patches import patch
 
 _DERIVED = Use(
     "sglang.srt.model_loader.loader",
@@ -38,7 +38,7 @@ def nothing_derived(model: nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         for module in model.modules():
             if hasattr(module, "post_load_weights"):
-                stack.enter_context(replaced(module, "post_load_weights", lambda *_, **__: None))
+                stack.enter_context(patch(module, "post_load_weights", lambda *_, **__: None))
         yield
 
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from zerostart.errors import ConfigError
 from zerostart.upstream.guard import Use, demand
-from zerostart.upstream.patches import RefCountedPatches, replaced
+from zerostart.upstream.patches import RefCountedPatches, patch
 from zerostart.upstream.types import Arguments, Keywords
 
 TOUCHED = (
@@ -71,7 +71,7 @@ def _enter(stack: ExitStack) -> None:
         kernels._scaled_dot_product_flash_attention_for_cpu.default: _forward,
         kernels._scaled_dot_product_flash_attention_for_cpu_backward.default: _backward,
     }
-    stack.enter_context(replaced(module, "custom_ops", {**module.custom_ops, **ours}))
+    stack.enter_context(patch(module, "custom_ops", {**module.custom_ops, **ours}))
 
 
 _patches = RefCountedPatches(_enter)

@@ -14,7 +14,7 @@ from torch import nn
 
 from zerostart.errors import UnsupportedVersionError
 from zerostart.upstream.guard import Use, misfit, need
-from zerostart.upstream.patches import replaced
+from zerostart.upstream.patches import patch
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -149,7 +149,7 @@ def truncated_normal_goes_to(handler: Callable[..., torch.Tensor]) -> Iterator[N
         raise UnsupportedVersionError(f"{wrong}. Initialise the model without trunc_normal_")
 
     new = refuse if wrong else functools.partial(handler, original)
-    with replaced(module, "_no_grad_trunc_normal_", new):
+    with patch(module, "_no_grad_trunc_normal_", new):
         yield
 
 

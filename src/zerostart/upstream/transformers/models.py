@@ -16,7 +16,7 @@ import torch
 
 from zerostart.errors import ConfigError
 from zerostart.upstream.guard import Use, demand, is_of_class, misfit, need
-from zerostart.upstream.patches import replaced
+from zerostart.upstream.patches import patch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -123,7 +123,7 @@ def without_weights(dtype: torch.dtype, is_initialised: bool = False) -> Iterato
 
                 if is_initialised:
                     name = "get_torch_context_manager_or_global_device"
-                    stack.enter_context(replaced(modeling_utils, name, lambda: None))
+                    stack.enter_context(patch(modeling_utils, name, lambda: None))
                 else:
                     stack.enter_context(initialization.no_tie_weights())
                 stack.enter_context(without_zero_init())
@@ -282,7 +282,7 @@ def unasked() -> Iterator[None]:
         return
     # Import it, in case nothing of transformers has been used before.
     module = importlib.import_module(_MODULE)
-    with replaced(module, "TIME_OUT_REMOTE_CODE", 0):
+    with patch(module, "TIME_OUT_REMOTE_CODE", 0):
         yield
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from zerostart.upstream.guard import Function, Use, is_first_rank, misfit
-from zerostart.upstream.patches import RefCountedPatches, enter_when_imported, wrap
+from zerostart.upstream.patches import RefCountedPatches, enter_on_import, wrap
 
 logger = logging.getLogger("zerostart")
 
@@ -54,7 +54,7 @@ class WeightSyncs(RefCountedPatches):
         sync: Callable[[Callable[[], None], Any], None],
         connect: Callable[[Callable[[], None], Any], None],
     ) -> None:
-        super().__init__(lambda stack: enter_when_imported(stack, _MODULE, self._imported))
+        super().__init__(lambda stack: enter_on_import(stack, _MODULE, self._imported))
         self._sync, self._connect = sync, connect
 
     def _imported(self, stack: ExitStack, module: ModuleType) -> None:
