@@ -129,7 +129,7 @@ def accelerator_save_model(
     ours = next(find_loaded_models(model), None) is not None or is_sharded(model)
     if not ours or not safe_serialization or has_adapters(model):
         return original()
-    request = SaveRequest(model, max_shard_size, renamed=str, stem="model", configured=False)
+    request = SaveRequest(model, max_shard_size, renamed=str, stem="model", write_config=False)
     save_model(request, save_directory)
     return None
 
@@ -150,7 +150,7 @@ def save_weights(
                 f"the adapters {names} of a sharded {type(model).__name__} cannot be saved together: "
                 "name the one to save 'default', or use get_peft_model"
             )
-    request = SaveRequest(model, max_shard_size, adapters_only=adapted is not None, copied=False)
+    request = SaveRequest(model, max_shard_size, adapters_only=adapted is not None, copy_files=False)
     save_model(request, directory)
 
 

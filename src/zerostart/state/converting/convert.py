@@ -27,7 +27,7 @@ from zerostart.recipe import Recipe, SymbolicTensor, Target, main_dtype, one_thr
 from zerostart.recipe.dtypes import spelling, torch_dtype
 from zerostart.state.converting.distributed import save_distributed
 from zerostart.state.converting.source import SourceReader, SourceTensor, open_source
-from zerostart.state.saving.save import copy_beside
+from zerostart.state.saving.save import copy_companion_files
 from zerostart.state.saving.writing import Outgoing, agree_on_place, open_publication, write_tensors
 
 #: Floating types that may be cast to each other; the others are quantised.
@@ -209,7 +209,7 @@ def _copy_settings(catalog: Catalog, to: Path, dtype: torch.dtype | None, dequan
     config, root = dict(_read_config(catalog)), Path(catalog.root)
     if not config:
         return
-    copy_beside(root, to)
+    copy_companion_files(root, to)
     for name in ("generation_config.json", "adapter_config.json"):
         if (root / name).is_file():
             shutil.copyfile(root / name, to / name)

@@ -49,7 +49,7 @@ from zerostart.state.saving.writing import Publication, Written, open_publicatio
 class SaveRequest:
     """A model to save, wrapped or not, and the arguments of ``zerostart.save``.
 
-    ``configured``: write the config files. ``copied``: copy the tokenizer and code files of the source.
+    ``write_config``: write the config files. ``copy_files``: copy tokenizer and code files of the source.
     """
 
     model: nn.Module
@@ -59,8 +59,8 @@ class SaveRequest:
     adapters_only: bool = False
     merge_adapters: bool = False
     memory_limit: int | None = None
-    copied: bool = True
-    configured: bool = True
+    copy_files: bool = True
+    write_config: bool = True
     adapter_format: AdapterFormat = PEFT_FORMAT
     renamed: Callable[[str], str] | None = None
     stem: str | None = None
@@ -70,7 +70,7 @@ class SaveRequest:
         """Raise ConfigError for invalid arguments."""
         parse_size(self.max_shard_size)
         if self.dtype is not None and not self.dtype.is_floating_point:
-            raise ConfigError(f"dtype={self.dtype!r} must be a floating torch.dtype")
+            raise ConfigError(f"dtype={self.dtype!r} must be a floating-point torch.dtype")
         chosen = [n for n in ("trainable_only", "adapters_only", "merge_adapters") if getattr(self, n)]
         if len(chosen) > 1:
             raise ConfigError(f"{' and '.join(chosen)} exclude each other; pass True for one of them only")
@@ -89,7 +89,7 @@ class SaveReport:
     #: Bytes that this rank wrote.
     written_bytes: int
     seconds: float
-    #: Tensors saved under the model's own names and in its dtypes, and why.
+    #: Reason for each tensor that is saved under the model's own name and in its dtype.
     own_names: dict[str, str]
     #: Saved name of each tied tensor that is not saved under its own name.
     tied: dict[str, str]
@@ -108,7 +108,7 @@ class SaveReport:
 
 
 def save_model(request: SaveRequest, path: str | os.PathLike[str]) -> SaveReport:
-    """Save a model as ``zerostart.save`` documents it."""
+    """Save a model; see ``zerostart.save``."""
     start = time.perf_counter()
     world = current_world()
     with world.phase("saving the model"):
@@ -132,7 +132,7 @@ def _check_adapters(inner: nn.Module, adapted: Adapted | None, request: SaveRequ
     is_adapted = has_adapters(inner)
     if (request.adapters_only or request.merge_adapters) and adapted is None:
         argument = "adapters_only" if request.adapters_only else "merge_adapters"
-        raise ConfigError(f"{argument}=True, but this {type(inner).__name__} has no adapters; leave it out")
+        raise ConfigError(f"{argument}=True, but this {type(inner).__name__} has no adapters; leave it False")
     if is_adapted and not (request.adapters_only or request.merge_adapters or request.trainable_only):
         raise ConfigError(
             f"this {type(inner).__name__} has adapters: save only the adapters with "
@@ -149,7 +149,7 @@ def _save_whole_model(
     live: LiveModel, publication: Publication, request: SaveRequest
 ) -> tuple[Written, Contents]:
     world, inner, record = live.world, live.module, live.record
-    with world.phase("looking at the model"):
+    with world.phase("collecting the tensors"):
         contents, parameters = collect_saved_contents(live, request)
         stem = request.stem or _choose_stem(inner, record)
     written = write_tensors(
@@ -164,9 +164,9 @@ def _save_whole_model(
         before=contents.before,
     )
     with publication.open_phase(world, "saving the settings"):
-        if world.rank == 0 and request.configured:
+        if world.rank == 0 and request.write_config:
             # A model that zerostart has not loaded has no record of its source directory.
-            root = record.catalog.root if record is not None and request.copied else ""
+            root = record.catalog.root if record is not None and request.copy_files else ""
             save_settings(inner, publication.directory, root, request.dtype)
     return written, contents
 
@@ -199,14 +199,14 @@ def _save_adapters(
     live: LiveModel, adapted: Adapted, publication: Publication, request: SaveRequest
 ) -> list[SavedPart]:
     world, written_as = live.world, request.adapter_format
-    with world.phase("looking at the adapters"):
+    with world.phase("collecting the adapters"):
         files = _list_adapter_files(live, adapted, request)
     saved_parts = []
     for file in files:
         directory = publication.directory / file.folder
-        with publication.open_phase(world, "making the adapter's folder"):
+        with publication.open_phase(world, "creating the adapter's folder"):
             if world.rank == 0:
-                # The other ranks see the folder after the phase, where all ranks meet.
+                # Other ranks use the folder after the phase, which ends with a barrier.
                 directory.mkdir(exist_ok=True)
         written = write_tensors(
             publication,
@@ -230,7 +230,7 @@ def _list_adapter_files(live: LiveModel, adapted: Adapted, request: SaveRequest)
     tensors, _ = live.tensors()
     if request.overrides is not None:
         tensors = apply_overrides(tensors, request.overrides, live.world)
-    shards = _shards_by_id(live.module, tensors)
+    shards = _find_shards_by_id(live.module, tensors)
     return list_adapter_files(adapted, shards, request.dtype, request.adapter_format)
 
 
@@ -260,10 +260,10 @@ def _master_overrides(live: LiveModel) -> TensorOverrides:
     return TensorOverrides({one.name: one.shard for one in training.masters()}, training.ties)
 
 
-def _shards_by_id(inner: nn.Module, tensors: list[LogicalTensor]) -> dict[int, Shard]:
-    """Return shards by the ``id`` of their tensors in the model's state dict."""
+def _find_shards_by_id(inner: nn.Module, tensors: list[LogicalTensor]) -> dict[int, Shard]:
+    """Map the ``id`` of each tensor in the model's state dict to its shard."""
     state = inner.state_dict(keep_vars=True)
-    # PEFT picks tensors out of the state dict itself; their identity finds their shards.
+    # PEFT selects tensors from the state dict itself, so only ``id`` connects them with their shards.
     return {id(state[t.current_name]): t.shard for t in tensors if t.current_name in state}
 
 
@@ -286,8 +286,8 @@ def _make_report(
     own: JsonObject = {}
     tied: dict[str, str] = {}
     for folder, written, contents in saved_parts:
-        before = "" if folder == "." else f"{folder}/"
-        files += [names.get(before + file.name, before + file.name) for file in written.layout.files]
+        prefix = "" if folder == "." else f"{folder}/"
+        files += [names.get(prefix + file.name, prefix + file.name) for file in written.layout.files]
         own |= contents.own_names
         tied |= contents.tied
     return SaveReport(
@@ -305,10 +305,10 @@ def _make_report(
 # Config, tokenizer and code files next to the weights.
 
 #: Suffixes of tokenizer, processor and code files to copy from the source.
-_KINDS = frozenset({".json", ".txt", ".model", ".jinja", ".py", ".tiktoken", ".vocab", ".bpe", ".spm"})
-_FOLDERS = ("additional_chat_templates",)
-#: Text files that are copied from a source without ``config.json``; its other texts may be anything.
-_VOCABULARIES = ("vocab.txt", "merges.txt")
+_SUFFIXES = frozenset({".json", ".txt", ".model", ".jinja", ".py", ".tiktoken", ".vocab", ".bpe", ".spm"})
+_COPIED_FOLDERS = ("additional_chat_templates",)
+#: Text files that are copied from a source without ``config.json``, since others may be unrelated.
+_VOCABULARY_FILES = ("vocab.txt", "merges.txt")
 #: Files that describe the old weights or a run, not the model.
 _NOT_COPIED = re.compile(
     r".*\.index\.json|(config|generation_config|adapter_config|trainer_state|state|zerostart|model_index)\.json"
@@ -321,32 +321,32 @@ _MAX_COPIED_BYTES = 256 << 20
 def save_settings(model: nn.Module, directory: Path, root: str, dtype: torch.dtype | None) -> None:
     """Write the config of ``model`` and copy settings of its source ``root``.
 
-    One rank calls it. ``dtype``: dtype of the weights in the files; None: the model's. Raises WriteError.
+    Call it on one rank. ``dtype`` is the dtype of the saved weights, None for the model's. Raises WriteError.
     """
     try:
         written = library_of(model).save_settings(model, directory, dtype)
         if not written and root and (Path(root) / "config.json").is_file():
             shutil.copyfile(Path(root) / "config.json", directory / "config.json")
         if root:
-            copy_beside(Path(root), directory)
+            copy_companion_files(Path(root), directory)
     except OSError as error:
         raise WriteError(f"{directory}: the settings cannot be saved: {error}") from error
 
 
-def copy_beside(root: Path, directory: Path) -> None:
+def copy_companion_files(root: Path, directory: Path) -> None:
     """Copy tokenizer, processor, chat template and code files that ``directory`` lacks.
 
-    Only regular files: a link in a downloaded directory may lead to a device.
+    Only regular files are copied, since a link in a downloaded directory may lead to a device.
     """
     if not root.is_dir():
         return
     configured = (root / "config.json").is_file()
     for path in sorted(root.iterdir()):
-        if not configured and path.suffix in (".txt", ".py") and path.name not in _VOCABULARIES:
+        if not configured and path.suffix in (".txt", ".py") and path.name not in _VOCABULARY_FILES:
             continue
-        if path.suffix in _KINDS and not _NOT_COPIED.fullmatch(path.name):
+        if path.suffix in _SUFFIXES and not _NOT_COPIED.fullmatch(path.name):
             _copy_file(path, directory / path.name)
-    for name in _FOLDERS:
+    for name in _COPIED_FOLDERS:
         for path in sorted((root / name).iterdir()) if (root / name).is_dir() else ():
             _copy_file(path, directory / name / path.name)
 
