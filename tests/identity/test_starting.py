@@ -183,7 +183,7 @@ def test_what_is_refused() -> None:
         "no_such_key",
         "the ranks do not do the same",
         "share memory without being the same tensor",
-        "draws random numbers on the CPU by name",
+        "draws random numbers with device='cpu'",
         "returned a int",
         "model is a int",
         "is sharded already",

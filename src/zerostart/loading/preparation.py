@@ -177,7 +177,7 @@ def _build(request: Request, engine: Engine, catalog: Catalog) -> tuple[Built, A
     computing = engine.compute_dtype
     if computing is not None:
         masters = request.fp32_masters and computing == built.dtype and _stored_wider(catalog, computing)
-        models.let_cast(built, computing, masters, engine.allow_cast)
+        models.report_castable_parameters(built, computing, masters, engine.allow_cast)
     return built, aliases
 
 
@@ -410,4 +410,4 @@ def _set_dtypes(built: Built, engine: Engine) -> None:
     if engine.cast_dtype is not None:
         models.cast_parameters(built.model, engine.cast_dtype)
     if engine.compute_dtype is not None:
-        models.let_cast(built, engine.compute_dtype, False, engine.allow_cast)
+        models.report_castable_parameters(built, engine.compute_dtype, False, engine.allow_cast)

@@ -114,7 +114,7 @@ def check_model(model: Any, source: object, catalog: Catalog) -> None:
     """Raise ConfigError if ``model`` needs a configuration file, which only a directory has."""
     if catalog.root:
         return
-    if models.from_config(model):
+    if models.needs_config(model):
         clause = "without model=" if model is None else f"for model={model.__name__}"
         raise ConfigError(
             f"source is {name_source(source, catalog)}, which has no config.json to build from {clause}; "

@@ -1,4 +1,4 @@
-"""Build models without weights: meta parameters in the dtype of the load."""
+"""Build models on the meta device, with parameters in the dtype of the load."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ from zerostart.upstream.transformers.models import (
 ModelLike = nn.Module | type[nn.Module] | Callable[[], nn.Module] | Built | None
 
 
-def from_config(model: ModelLike) -> bool:
-    """Return True if the configuration next to the weights is needed."""
+def needs_config(model: ModelLike) -> bool:
+    """Return True if building ``model`` needs the configuration next to the weights."""
     return model is None or (isinstance(model, type) and library_of(model).from_config)
 
 
 def require(model: ModelLike, root: str | None, shapes: Mapping[str, tuple[int, ...]] | None = None) -> None:
     """Import the model's library and class. Raises BuildError.
 
-    ``shapes`` of the tensors identify a checkpoint without configuration.
+    The ``shapes`` of its tensors identify a checkpoint without configuration.
     """
     if model is None:
         if root and shapes and config_path(root) is None and recognise_tensors(shapes) is not None:
@@ -86,22 +86,22 @@ def build(
     return replace(built, quantizer=built.library.quantizer(built.model, root, built.dtype))
 
 
-def _build_configured(kind: type[nn.Module] | None, stored: Stored) -> Built:
-    library = library_of(kind) if kind is not None else _find_library(stored)
-    how, log = library.construction(kind, stored), OperatorLog()
+def _build_configured(kind: type[nn.Module] | None, facts: Stored) -> Built:
+    library = library_of(kind) if kind is not None else _find_library(facts)
+    how, log = library.construction(kind, facts), OperatorLog()
     with without_weights(how.building), log, explain_errors(how.name):
         model = how.make()
     check_built(model)
     return Built(model, log, how.dtype, True, library)
 
 
-def _find_library(stored: Stored) -> ModelLibrary:
-    bare = stored.root and stored.shapes and config_path(stored.root) is None
-    description = recognise_tensors(stored.shapes) if bare else None
-    return library_in(stored.root) if description is None else description[0]
+def _find_library(facts: Stored) -> ModelLibrary:
+    bare = facts.root and facts.shapes and config_path(facts.root) is None
+    description = recognise_tensors(facts.shapes) if bare else None
+    return library_in(facts.root) if description is None else description[0]
 
 
-def _build_by_call(make: type[nn.Module] | Callable[[], nn.Module], stored: Stored) -> Built:
+def _build_by_call(make: type[nn.Module] | Callable[[], nn.Module], facts: Stored) -> Built:
     if not callable(make):
         raise ConfigError(
             f"model={make!r} is a {type(make).__name__}; pass a class, a callable that builds the model, or "
@@ -111,10 +111,10 @@ def _build_by_call(make: type[nn.Module] | Callable[[], nn.Module], stored: Stor
     model, log = _run_constructor(make, lambda: without_weights(torch.get_default_dtype()), name)
     check_built(model)
     library = library_of(model)
-    return Built(model, log, library.whole_dtype(model, stored, False), True, library)
+    return Built(model, log, library.whole_dtype(model, facts, False), True, library)
 
 
-def _wrap_module(model: nn.Module, stored: Stored) -> Built:
+def _wrap_module(model: nn.Module, facts: Stored) -> Built:
     real = [name for name, p in model.named_parameters() if p.device.type != "meta"]
     if real:
         raise ConfigError(
@@ -123,7 +123,7 @@ def _wrap_module(model: nn.Module, stored: Stored) -> Built:
             "builds it"
         )
     library = library_of(model)
-    return Built(model, OperatorLog(), library.whole_dtype(model, stored, True), False, library)
+    return Built(model, OperatorLog(), library.whole_dtype(model, facts, True), False, library)
 
 
 def _run_constructor(
@@ -131,27 +131,27 @@ def _run_constructor(
 ) -> tuple[nn.Module, OperatorLog]:
     """Call ``make`` inside ``context``, and log its operators.
 
-    If it imports transformers first and builds one of its models, it runs again: these models need contexts
-    that the import provides.
+    If ``make`` itself imports transformers and builds one of its models, call it again: these models need
+    contexts that exist only after the import.
     """
-    before, log = is_imported(), OperatorLog()
+    was_imported, log = is_imported(), OperatorLog()
     try:
         with context(), log, explain_errors(name):
             model = make()
     except BuildError:
-        if before or not is_imported():
+        if was_imported or not is_imported():
             raise
     else:
         if not isinstance(model, nn.Module):
             raise ConfigError(f"model={name} returned a {type(model).__name__}, not a torch.nn.Module")
-        if before or not any(map(is_pretrained, model.modules())):
+        if was_imported or not any(map(is_pretrained, model.modules())):
             return model, log
     return _run_constructor(make, context, name)
 
 
 @contextlib.contextmanager
 def explain_errors(name: str) -> Iterator[None]:
-    """Explain errors of constructors that need data. Raises BuildError."""
+    """Convert errors of a constructor inside the block to a BuildError that explains them."""
     try:
         yield
     except (BuildError, ConfigError):
@@ -166,23 +166,23 @@ def explain_errors(name: str) -> Iterator[None]:
 def set_dtypes(built: Built, stored: dict[str, torch.dtype]) -> None:
     """Give meta tensors their final dtypes, before memory is allocated.
 
-    With a dtype for the model, floating tensors of its main dtype change; those that the constructor made in
-    another dtype do not. Without one (a plain module), each tensor takes the dtype of the checkpoint.
+    If ``built`` has a dtype, it replaces the main floating dtype of the model; tensors in other dtypes keep
+    theirs. Otherwise (a plain module), each tensor gets its dtype in the checkpoint, from ``stored``.
     """
     model = built.model
     floating = [p.dtype for p in model.parameters() if p.dtype.is_floating_point]
     # Constructors make most tensors in one dtype, the first one included.
     main = floating[0] if floating else None
     new_dtypes: dict[str, torch.dtype] = {}
-    waiting: list[tuple[str, torch.Tensor]] = []
+    to_recast: list[tuple[str, torch.Tensor]] = []
     for name, tensor, _ in state_names(model):
-        want = built.dtype if built.dtype is not None and tensor.dtype == main else tensor.dtype
+        new_dtype = built.dtype if built.dtype is not None and tensor.dtype == main else tensor.dtype
         if built.dtype is None and tensor.dtype.is_floating_point:
-            want = stored.get(name, tensor.dtype)
-        if want != tensor.dtype and tensor.device.type == "meta":
-            new_dtypes[name] = want
-            waiting.append((name, tensor))
-    replace_all(model, waiting, lambda name, tensor: recast(tensor, new_dtypes[name]))
+            new_dtype = stored.get(name, tensor.dtype)
+        if new_dtype != tensor.dtype and tensor.device.type == "meta":
+            new_dtypes[name] = new_dtype
+            to_recast.append((name, tensor))
+    replace_all(model, to_recast, lambda name, tensor: recast(tensor, new_dtypes[name]))
 
 
 def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
@@ -192,17 +192,17 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
     replace_all(model, to_cast, lambda _, parameter: recast(parameter, dtype))
 
 
-def let_cast(
+def report_castable_parameters(
     built: Built, computing: torch.dtype, masters: bool, note: Callable[[nn.Parameter, torch.dtype], None]
 ) -> None:
-    """Report, through ``note``, parameters that an engine may cast to ``computing``.
+    """Call ``note`` for each parameter that an engine may cast to ``computing``.
 
-    Parameters that the constructor made in another dtype, or that the model keeps in another, are excluded.
-    With ``masters``, parameters in ``computing`` become fp32 masters.
+    It skips parameters that the constructor made, or the model keeps, in another dtype than the model's. With
+    ``masters``, parameters in ``computing`` become fp32 masters.
     """
     exceptions = built.library.dtype_plan(built.model, computing)
 
-    def casts(name: str, parameter: torch.Tensor) -> bool:
+    def may_cast(name: str, parameter: torch.Tensor) -> bool:
         own = built.dtype is not None and parameter.dtype != built.dtype
         return not own and parameter.is_floating_point() and not any(p.search(name) for p, _ in exceptions)
 
@@ -213,14 +213,14 @@ def let_cast(
         return new
 
     named = built.model.named_parameters(remove_duplicate=False)
-    replace_all(built.model, ((name, p) for name, p in named if casts(name, p)), make)
+    replace_all(built.model, ((name, p) for name, p in named if may_cast(name, p)), make)
 
 
-# Models without a checkpoint: their own initialisation becomes programs that run in shards.
+# Models without a checkpoint: programs compute the values of their own initialisation in shards.
 
 
 def import_model(model: object) -> None:
-    """Import libraries for building ``model``. Raises as ``build_fresh`` does."""
+    """Import the libraries that building ``model`` needs. Raises as ``build_fresh`` does."""
     if not isinstance(model, (nn.Module, Built)):
         find_maker(model, None)
 
@@ -229,7 +229,7 @@ def build_fresh(model: object, requested: torch.dtype | None, dtype: torch.dtype
     """Build a model that initialises itself.
 
     ``model`` is a configuration, class, callable or meta module. ``requested`` is torch's default dtype
-    during construction; None for the configuration's or present one. ``dtype`` is the final dtype of the
+    during construction; None for the configuration's or the current one. ``dtype`` is the final dtype of the
     model; None leaves tensors as built. A model that is already ``Built`` is returned. Raises BuildError or
     ConfigError.
     """
@@ -242,11 +242,11 @@ def build_fresh(model: object, requested: torch.dtype | None, dtype: torch.dtype
     name, state = getattr(make, "__name__", repr(make)), torch.get_rng_state()
     default = requested or own or torch.get_default_dtype()
     built, log = _run_constructor(make, lambda: without_weights(default, is_initialised=True), name)
-    # Draws on meta do not move the generator, so the constructor drew real numbers or seeded.
+    # Draws on meta do not change the generator, so the constructor drew on the CPU or set a seed.
     if not torch.equal(state, torch.get_rng_state()):
         torch.set_rng_state(state)
         raise BuildError(
-            f"{name} draws random numbers on the CPU by name, or seeds the CPU's generator, in its "
+            f"{name} draws random numbers with device='cpu', or seeds the CPU's generator, in its "
             "constructor: its weights would differ from the unsharded model's. Let it draw on "
             "torch's default device and seed before the load, or build the module yourself and "
             "pass it"
@@ -255,7 +255,7 @@ def build_fresh(model: object, requested: torch.dtype | None, dtype: torch.dtype
 
 
 def fresh_origins(built: Built, aliases: Aliases) -> Origins:
-    """Return programs for parameters and random buffers; compute other buffers.
+    """Return programs for parameters and random buffers; compute the other buffers now.
 
     Raises BuildError, with names, for tensors without a value.
     """
@@ -268,9 +268,9 @@ def fresh_origins(built: Built, aliases: Aliases) -> Origins:
         random = buffer.is_meta and bool(built.log.draws(buffer))
         if random:
             program = find_program(buffer, built.log)
-            assert program is not None, "what draws gives values"
+            assert program is not None, "random buffers have a program"
             random_buffers[name] = program
-        # A program fills it later, in turn with the parameters' draws.
+        # A program fills it later, since draws must keep their order among the parameters'.
         return make_buffer(built, name, buffer, random, [])
 
     replace_all(model, model.named_buffers(remove_duplicate=False), make_real)
@@ -293,7 +293,7 @@ def _refuse_draws(built: Built) -> Callable[[str, torch.Tensor], None]:
 
 
 def has_values(model: object) -> bool:
-    """Return True if the module's parameters, or else buffers, are real."""
+    """Return True if a parameter (otherwise a buffer) is not on meta."""
     if not isinstance(model, nn.Module):
         return False
     tensors: list[torch.Tensor] = [*model.parameters()] or [*model.buffers()]
@@ -301,7 +301,7 @@ def has_values(model: object) -> bool:
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """Yield ``(name, tensor, is a buffer)`` of each tensor once."""
+    """Yield ``(name, tensor, is_buffer)`` for each parameter and buffer once."""
     for name, parameter in model.named_parameters():
         yield name, parameter, False
     for name, buffer in model.named_buffers():
@@ -309,19 +309,19 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
 
 
 def move_to_meta(model: nn.Module) -> Callable[[], None]:
-    """Replace parameters by meta tensors; return an undo function."""
+    """Replace parameters by meta tensors; return a function that restores them."""
     old = dict(model.named_parameters(remove_duplicate=False))
     replace_all(model, old.items(), lambda _, parameter: recast(parameter, parameter.dtype))
 
-    def put_back() -> None:
+    def restore() -> None:
         for name, parameter in old.items():
             replace_tensor(model, name, parameter)
 
-    return put_back
+    return restore
 
 
 def existing_recipes(built: Built, catalog: Catalog) -> Recipes:
-    """Return recipes that copy each tensor in the model's dtype."""
+    """Return recipes that load each tensor into a model that already has values."""
     plan = [] if built.dtype is None else built.library.dtype_plan(built.model, built.dtype)
     targets = {}
     for name, tensor, buffer in named_tensors(built.model):
@@ -332,7 +332,7 @@ def existing_recipes(built: Built, catalog: Catalog) -> Recipes:
 
 
 def existing_origins(built: Built, recipes: Recipes) -> Origins:
-    """Return the origins of a model with values."""
+    """Return the origins of the tensors of a model that already has values."""
     keep_dtypes(built.model, recipes)
     found, model = recipes.by_name, built.model
     buffers = {name: found[name] for name, _ in model.named_buffers()}
