@@ -38,8 +38,8 @@ def test_load(engine: str, world: int, checkpoints: TinyCheckpoints) -> None:
             options = {"engine": engine, "exchange": exchange, "dtype": dtype}
             seen, report = run_ranks(load, world, path, options)[0]
             assert differing(seen, expected) == []
-            assert ("as asked" in report.reading) is (world > 1)
-            assert ("once and exchanged as asked" in report.reading) is (world > 1 and exchange)
+            assert ("as requested" in report.reading) is (world > 1)
+            assert ("once and exchanged as requested" in report.reading) is (world > 1 and exchange)
 
 
 def differing(seen: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> list[str]:

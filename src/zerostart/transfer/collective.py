@@ -1,7 +1,7 @@
 """Choose which rank reads which bytes, and send bytes to other ranks.
 
-Each rank reads its own slices. Or replicas, which need the same slices, read a share each and exchange the
-shares.
+Each rank reads its own slices. Alternatively, replicas (ranks that need the same slices) each read a share
+of them and exchange the shares.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ MIN_PART_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class TransferStats:
-    """Bytes that a transfer read, planned and received here.
+    """Bytes that this rank read, planned to read, and received from other ranks.
 
-    ``how`` describes the strategy and the settings, for a report.
+    ``how`` describes the strategy and the settings, for reports.
     """
 
     read: int
@@ -49,7 +49,7 @@ class TransferStats:
 class ReadDemand:
     """Settings of one rank, for choosing a read strategy."""
 
-    #: Argument of the caller; None to choose automatically.
+    #: The caller's argument ``exchange``; None to choose automatically.
     exchange: bool | None
     #: Maximum request size in an exchange, in bytes; 0 if the memory limit allows none.
     chunk: int
@@ -66,7 +66,7 @@ class ReadStrategy:
     """Choice between reading own slices and exchanging shares."""
 
     exchange: bool
-    #: True if the caller chose it by an argument.
+    #: True if the caller's argument chose it.
     is_requested: bool = False
     #: Maximum size of a request in an exchange, in bytes.
     chunk_size: int = 0
@@ -77,7 +77,7 @@ class ReadStrategy:
 
     def __str__(self) -> str:
         way = "each byte read once and exchanged" if self.exchange else "own slices"
-        return f"{way} as asked" if self.is_requested else way
+        return f"{way} as requested" if self.is_requested else way
 
 
 def choose_strategy(demands: Sequence[ReadDemand]) -> ReadStrategy:
@@ -88,7 +88,7 @@ def choose_strategy(demands: Sequence[ReadDemand]) -> ReadStrategy:
     first, chunk = demands[0], min(demand.chunk for demand in demands)
     exchange = first.exchange
     if exchange is None:
-        # Ranks of one machine share its page cache, so nothing is read twice. Cached bytes cost nothing.
+        # Ranks of one machine share its page cache, so they need no exchange unless the storage bypasses it.
         machines = len({demand.machine for demand in demands})
         shared = not first.cached or (first.remote and machines > 1)
         exchange = shared and any(demand.cold for demand in demands) and chunk >= MIN_CHUNK
@@ -107,7 +107,7 @@ def agree_on_strategy(
     exchange: bool | None,
     world: World,
 ) -> ReadStrategy | None:
-    """Agree on a read strategy; collective. None without a choice."""
+    """Agree on a read strategy; collective. Return None if exchanges cannot help."""
     if world.size == 1 or not storage.worth_exchanging:
         return None
     chunk = tuning.exchange_chunk
@@ -122,7 +122,7 @@ def agree_on_strategy(
 
 
 def _make_key(rank: int, recipe: Recipe, layout: Layout, destination: Destination) -> bytes:
-    """Return a digest that ranks with the same slice share."""
+    """Return a digest that is the same on ranks that need the same slice."""
     own = rank if recipe.computed or not layout.boxes else None  # computed tensors are not exchanged
     words = repr((own, destination.name, layout, destination.dtype, destination.direct))
     return hashlib.blake2b(words.encode(), digest_size=12).digest()
@@ -143,7 +143,7 @@ def execute_together(
     reader = tuning.reader(plan)
     fitted = tuning.fit_to_plan(plan)
     before = progress.done
-    # Ranks synchronise while they read, so that no collective times out and a failure is seen early.
+    # Ranks meet while they read, so that no collective times out and failures appear early.
     meets = world.size > 1 and plan.storage.worth_exchanging
 
     def meet(has_ended: bool) -> bool:
@@ -154,22 +154,22 @@ def execute_together(
     planned_bytes = plan.read_bytes - sum(r.nbytes for shared in plan.shared for r in shared.reads)
     stats = TransferStats(own, planned_bytes)
     if strategy is not None and strategy.levels:
-        rounds = _Rounds(plan, storages, progress, tuning, world)
+        rounds = _ExchangeRounds(plan, storages, progress, tuning, world)
         exchanged = rounds.run(dict(strategy.levels))
         stats = TransferStats(own + exchanged.read, planned_bytes + exchanged.planned, exchanged.received)
     if stats.read != stats.planned or progress.done != plan.read_bytes:
         raise ReadError(
             f"{stats.read} bytes were read and {progress.done} delivered, but the plan has "
-            f"{stats.planned} and {plan.read_bytes}; this is a bug in zerostart"
+            f"{stats.planned} and {plan.read_bytes}; this is a bug in zerostart, please report it"
         )
     words = [fitted.describe(reader), *([str(strategy)] if strategy is not None else [])]
     return replace(stats, how="; ".join(words))
 
 
-class _Rounds:
+class _ExchangeRounds:
     """Exchange rounds of one load.
 
-    In each round, every rank reads a batch and sends it through the ring of its group.
+    In each round, every rank of a group reads a batch, and all batches pass around the ring of the group.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class _Rounds:
             batches = make_rounds(shared.reads, self._plan.chunk_size, len(shared.ranks))
             rounds[levels[shared.ranks]] = [(shared.ranks, one_round) for one_round in batches]
         counts_by_rank = self._world.all_gather_object([len(per_level) for per_level in rounds], _EXCHANGING)
-        # All ranks need equally many rounds; the added ones are empty.
+        # All ranks must run the same number of rounds, so add empty ones.
         steps: list[tuple[Group, list[Batch]]] = []
         for per_level, counts in zip(rounds, zip(*counts_by_rank, strict=True), strict=True):
             steps += per_level + [((), [])] * (max(counts) - len(per_level))
@@ -214,17 +214,17 @@ class _Rounds:
         pool: ThreadPoolExecutor,
         staging: HostStaging,
     ) -> None:
-        ahead, held, spare = buffers
-        reading = self._begin_reads(steps[0], ahead, pool) if steps else []
+        filling, current, spare = buffers
+        reading = self._begin_reads(steps[0], filling, pool) if steps else []
         for number, (group, one_round) in enumerate(steps):
             failure: BaseException | None = None
             with self._world.collectives(_EXCHANGING, functools.partial(_wait_for_reads, reading)):
-                ahead, held = held, ahead
+                filling, current = current, filling
                 # Read the next batch while this one is sent through the ring.
                 if number + 1 < len(steps):
-                    reading = self._begin_reads(steps[number + 1], ahead, pool)
-                for batch, room in self._pass_round(group, one_round, held, spare):
-                    # Raise it after the round: the other ranks still wait for messages.
+                    reading = self._begin_reads(steps[number + 1], filling, pool)
+                for batch, room in self._pass_round(group, one_round, current, spare):
+                    # Raise errors after the round, since other ranks still wait for this rank's messages.
                     try:
                         if failure is None:
                             self._deliver(batch, room, staging)
@@ -263,17 +263,17 @@ class _Rounds:
         if not one_round:
             return
         size, place = len(group), group.index(self._world.rank)
-        after, before = group[(place + 1) % size], group[place - 1]
+        receiver, sender = group[(place + 1) % size], group[place - 1]
         empty = Batch((), 0)
         order = [(place - step) % size for step in range(size)]
-        in_turn = [one_round[n] if n < len(one_round) else empty for n in order]
-        for batch, coming in zip(in_turn, [*in_turn[1:], None], strict=True):
+        ring_order = [one_round[n] if n < len(one_round) else empty for n in order]
+        for batch, incoming in zip(ring_order, [*ring_order[1:], None], strict=True):
             sending = None
-            if coming is not None and batch.nbytes:
-                sending = dist.isend(buffer[: batch.nbytes], after, group=self._world.group)
-            if coming is not None and coming.nbytes:
-                dist.recv(spare[: coming.nbytes], before, group=self._world.group)
-                self._received += coming.nbytes
+            if incoming is not None and batch.nbytes:
+                sending = dist.isend(buffer[: batch.nbytes], receiver, group=self._world.group)
+            if incoming is not None and incoming.nbytes:
+                dist.recv(spare[: incoming.nbytes], sender, group=self._world.group)
+                self._received += incoming.nbytes
             yield batch, buffer
             if sending is not None:
                 sending.wait()
@@ -289,7 +289,7 @@ class _Rounds:
 
 
 def _wait_for_reads(reading: Sequence[Future[None]]) -> None:
-    # Wait for all before raising: they write into the buffer.
+    # Wait for all reads before raising, since they write into the buffer.
     wait(reading)
     for one in reading:
         one.result()
@@ -299,7 +299,7 @@ Group = tuple[int, ...]
 
 
 def find_groups(keys: Sequence[Iterable[Hashable]]) -> dict[Hashable, Group]:
-    """Find the ranks of each key, from all ranks' keys."""
+    """Map each key to the ranks that have it, from all ranks' ``keys``."""
     ranks_by_key: dict[Hashable, list[int]] = {}
     for rank, own in enumerate(keys):
         for key in own:
@@ -319,7 +319,7 @@ def find_levels(groups: Iterable[Group]) -> dict[Group, int]:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Reads of one rank for its group, sent as one message."""
+    """Reads by one rank, whose bytes it sends to its group as one message."""
 
     reads: tuple[Read, ...]
     nbytes: int
@@ -328,9 +328,9 @@ class Batch:
 def make_rounds(reads: Sequence[Read], limit: int, ranks: int) -> list[list[Batch]]:
     """Split reads into rounds of at most one batch per rank.
 
-    A batch has at most ``limit`` bytes, or one longer read.
+    A batch has at most ``limit`` bytes, unless a single read is longer.
     """
-    # Smaller batches if there is little to read, so that every rank reads a share.
+    # Use smaller batches if there is little to read, so that every rank reads a share.
     share = sum(read.nbytes for read in reads) // ranks
     limit = min(limit, share)
     split: list[Batch] = []

@@ -28,7 +28,7 @@ def read(path: Path, exchange: bool, dtype: torch.dtype | None) -> tuple[int, in
     ]
     made = zerostart.report(model)
     assert ("gathered from all" in str(made)) == exchange
-    assert "as asked" not in str(made) or exchange is False
+    assert "as requested" not in str(made) or exchange is False
     return made.read_bytes, made.exchanged_bytes, wrong
 
 
