@@ -1,8 +1,8 @@
 """Checkpoints of accelerate and the Trainer, and models that accelerate prepares.
 
-On DeepSpeed both libraries save with the engine's ``save_checkpoint`` and ``load_checkpoint``, on FSDP2 with
-four functions of accelerate. Here these write a directory of ``save_state``. The libraries' own files can
-still be read.
+On DeepSpeed both libraries call the engine's ``save_checkpoint`` and ``load_checkpoint``, on FSDP2 four
+functions of accelerate. The replacements here write a directory as ``zerostart.save_state`` does. They also
+read the libraries' own files.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from zerostart import engines
-from zerostart.checkpoint.formats.saved_state import DEEPSPEED, FSDP, LATEST, state_in, tell_of_newer
+from zerostart.checkpoint.formats.saved_state import DEEPSPEED, FSDP, LATEST, state_in, warn_of_newer
 from zerostart.checkpoint.write.folders import sync_directory, write_whole
 from zerostart.checkpoint.write.staging import write_errors
 from zerostart.distributed.world import World, current_world
@@ -43,7 +43,7 @@ logger = logging.getLogger("zerostart")
 
 Original = Callable[[], object]
 _CLIENT, _CLIENTS = "client_state", "client_states"
-#: For each directory: True if the pending save has adapters only.
+#: For each directory with a pending save: True to save only the adapters.
 _adapters_only: dict[Path, bool] = {}
 
 
@@ -60,18 +60,18 @@ def save_checkpoint(
 ) -> object:
     """Replace ``DeepSpeedEngine.save_checkpoint``."""
     engine = self
-    # All ranks decide alike: their engines are alike.
-    if not save_dir or not _is_readable(engine):
+    # Engines are equal on all ranks, so all ranks decide the same.
+    if not save_dir or not _can_save(engine):
         return original()
     name = str(tag if tag is not None else f"global_step{engine.global_steps}")
     path, world = Path(save_dir), current_world()
     extra = _client_states(client_state, engine, world)
     frozen = not exclude_frozen_parameters
     write_state(path / name, engine, None, extra, wait=True, frozen=frozen)
-    # Name the checkpoint last: until then readers find the previous one.
+    # Update ``latest`` after the save: until then readers find the previous checkpoint.
     with (
-        world.phase("naming the last checkpoint"),
-        write_errors(path, f"{name} is saved, and not named as the last"),
+        world.phase(f"updating the file {LATEST}"),
+        write_errors(path, f"{name} is saved, but the file {LATEST} does not name it"),
     ):
         if save_latest and world.rank == 0:
             write_whole(path / LATEST, name.encode(), path / f".{LATEST}.part")
@@ -83,10 +83,10 @@ def _client_states(own: Any, engine: DeepSpeedEngine, world: World) -> dict[str,
     state = dict(own)
     # Only at stage 3 does DeepSpeed save one file for each rank; otherwise rank 0 saves its state.
     if not engine.zero_optimization_partition_weights():
-        return {_CLIENT: world.broadcast_object(lambda: state, "taking the first rank's client state")}
-    every = world.all_gather_object(state, "collecting the client's states")
-    are_alike = len({pickle.dumps(each) for each in every}) == 1
-    return {_CLIENT: every[0]} if are_alike else {_CLIENT: every[0], _CLIENTS: every[1:]}
+        return {_CLIENT: world.broadcast_object(lambda: state, "sending rank 0's client state")}
+    states = world.all_gather_object(state, "collecting the client states")
+    are_alike = len({pickle.dumps(each) for each in states}) == 1
+    return {_CLIENT: states[0]} if are_alike else {_CLIENT: states[0], _CLIENTS: states[1:]}
 
 
 def load_checkpoint(
@@ -103,39 +103,39 @@ def load_checkpoint(
 ) -> object:
     """Replace ``DeepSpeedEngine.load_checkpoint``; raise ConfigError for unsupported arguments."""
     engine = self
-    path = state_in(load_dir, _number(tag), tag)
+    path = state_in(load_dir, _parse_model_index(tag), tag)
     if path is None:
         return original()
     if current_world().rank == 0:
-        tell_of_newer(Path(load_dir), path)
+        warn_of_newer(Path(load_dir), path)
     if custom_load_fn is not None:
         raise ConfigError(
             f"{path} was saved by zerostart, which does not call custom_load_fn; leave it out, or "
             f"load the model with zerostart.load({str(path / 'model')!r})"
         )
     schedule = engine.lr_scheduler
-    keeps = not load_lr_scheduler_states and hasattr(schedule, "state_dict")
-    # load_state also resumes the schedule: restore it if the caller did not request that.
-    before = schedule.state_dict() if keeps else None
+    keeps_schedule = not load_lr_scheduler_states and hasattr(schedule, "state_dict")
+    # restore_state also loads the schedule: undo that if the caller did not request it.
+    schedule_state = schedule.state_dict() if keeps_schedule else None
     stepped = load_optimizer_states and not load_module_only
     extra = restore_state(path, engine, None, stepped=stepped, counters=not load_module_only)
-    if before is not None:
-        schedule.load_state_dict(before)
+    if schedule_state is not None:
+        schedule.load_state_dict(schedule_state)
     return str(path), _client_state(extra or {}, current_world())
 
 
 def _client_state(extra: Mapping[str, Any], world: World) -> object:
-    every = [extra.get(_CLIENT, {}), *extra.get(_CLIENTS, ())]
-    return every[world.rank if len(every) == world.size else 0]
+    states = [extra.get(_CLIENT, {}), *extra.get(_CLIENTS, ())]
+    return states[world.rank if len(states) == world.size else 0]
 
 
-def _number(tag: str | None) -> int:
-    """Parse the index of the model from a tag of accelerate."""
+def _parse_model_index(tag: str | None) -> int:
+    """Parse the index of the model from accelerate's tag (``pytorch_model_1``); 0 for other tags."""
     last = (tag or "").removeprefix(f"{DEEPSPEED}_")
     return int(last) if last.isdecimal() else 0
 
 
-def _is_readable(engine: DeepSpeedEngine) -> bool:
+def _can_save(engine: DeepSpeedEngine) -> bool:
     # Leave node-local files to DeepSpeed.
     if engine.use_node_local_storage():
         return False
@@ -145,7 +145,7 @@ def _is_readable(engine: DeepSpeedEngine) -> bool:
     if not engine.zero_optimization() or engine.has_moe_layers or engine.mpu is not None:
         return False
     try:
-        # Find out if the state can be read; the result is not needed.
+        # This raises if the state cannot be read; the result is not needed.
         training_state(engine, None)
     except ZerostartError:
         return False
@@ -153,14 +153,14 @@ def _is_readable(engine: DeepSpeedEngine) -> bool:
 
 
 def save_fsdp_model(original: Original, **call: Any) -> object:
-    """Replace accelerate's function; save nothing yet if an optimizer follows."""
+    """Replace accelerate's function; leave the save to the optimizer's call if there is one."""
     model, number = call["model"], call["model_index"]
     if not _is_saved_here(call["fsdp_plugin"], model):
         return original()
     path, adapters_only = _fsdp_path(call["output_dir"], number), call["adapter_only"]
     if _has_optimizer(call["accelerator"], number):
-        # accelerate saves the model first and then its optimizer. The second call writes one directory with
-        # both, but does not get `adapter_only`.
+        # accelerate then calls ``save_fsdp_optimizer``, which writes one directory with both, but gets no
+        # ``adapter_only``.
         _adapters_only[path] = adapters_only
     else:
         write_state(path, model, None, None, wait=True, frozen=not adapters_only)
@@ -179,7 +179,7 @@ def save_fsdp_optimizer(original: Original, **call: Any) -> object:
 
 
 def begin_fsdp_load(original: Original, **call: Any) -> object:
-    """Replace ``load_fsdp_model`` in ``load_state``; wait for the optimizer, if any."""
+    """Replace ``load_fsdp_model`` in ``load_state``; leave the load to the optimizer's call, if any."""
     number = call["model_index"]
     if _has_optimizer(call["accelerator"], number) and state_in(call["input_dir"], number) is not None:
         return None
@@ -223,7 +223,7 @@ def _fsdp_path(directory: str, number: int) -> Path:
 
 def load_accelerator_state(original: Callable[[], dict[str, object]], **_: object) -> dict[str, object]:
     """Replace accelerate's function; new ranks get the step from rank 0."""
-    # Each rank has a file: a new rank finds none, and so no step.
+    # Each rank saved a file. With more ranks than at the save, new ranks have no file and no step.
     state = original()
     world = current_world()
     step = world.broadcast_object(lambda: state.get("step"), "agreeing on the step")
@@ -232,17 +232,17 @@ def load_accelerator_state(original: Callable[[], dict[str, object]], **_: objec
     return state
 
 
-#: FSDP2 settings of the parameters, for which the engine's defaults do not apply.
+#: Settings of ``fully_shard`` that come from accelerate, not from the engine's defaults.
 POLICIES = ("mp_policy", "offload_policy")
-#: Models that every rank read whole, because no sharding was set up.
-_whole: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-#: Optimizer classes with a warning.
+#: Models that every rank loaded whole, because no sharding was set up.
+_unsharded_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+#: Optimizer classes for which the warning was logged.
 _warned: set[type] = set()
 
 
-def note_whole(model: nn.Module) -> None:
-    """Record a model that every rank has read whole."""
-    _whole.add(model)
+def record_unsharded(model: nn.Module) -> None:
+    """Record a model that every rank has loaded whole."""
+    _unsharded_models.add(model)
 
 
 def prepare_fsdp2(model: nn.Module) -> bool:
@@ -251,7 +251,7 @@ def prepare_fsdp2(model: nn.Module) -> bool:
     Raises ConfigError if ``model``, or a part of it, was loaded with other settings than accelerate's.
     """
     # Check everything before the first shard: a refused model stays unchanged.
-    _refuse_whole(model, "fsdp2")
+    _refuse_unsharded(model, "fsdp2")
     parts = list(find_loaded_models(model))
     plugin = fsdp2_plugin()
     policies_of_parts = [_fsdp2_policies(part, plugin) for part in parts]
@@ -297,7 +297,7 @@ def _fsdp2_policies(part: nn.Module, plugin: FSDP2Plugin | None) -> Mapping[str,
             "DistributedDataParallel"
         )
     current = fsdp2_config(plugin, type(part))
-    # Settings that the caller's engine_config leaves out do not contradict.
+    # Compare only settings that the caller's engine_config has.
     own = dict(engine.config or {})
     loaded = {**current, **{key: own.get(key) for key in POLICIES}, **own}
     compared = ("reshard_after_forward", *POLICIES)
@@ -321,7 +321,7 @@ def check_deepspeed(accelerator: Accelerator, model: nn.Module) -> None:
         check_tensors(part, plugin.deepspeed_config)
     if plugin.hf_ds_config.is_zero3():
         if plugin.zero3_init_flag:
-            _refuse_whole(model, "deepspeed")
+            _refuse_unsharded(model, "deepspeed")
         return
     for part in parts:
         engine = get_record(part).engine
@@ -333,26 +333,26 @@ def check_deepspeed(accelerator: Accelerator, model: nn.Module) -> None:
             )
 
 
-def warn_of_optimizer(optimizer: object) -> None:
+def warn_about_optimizer(optimizer: object) -> None:
     """Warn once, on rank 0, about an optimizer that may combine elements of shards."""
     kind, world = type(getattr(optimizer, "optimizer", optimizer)), current_world()
     if world.size == 1 or world.rank or is_elementwise(kind) or kind in _warned:
         return
     _warned.add(kind)
     logger.warning(
-        "%s.%s is not known to step each element by itself, and every rank steps its own shards: they may be "
-        "stepped otherwise than the whole model. Take AdamW, set ZeRO stage 0, or, where it is known, call "
-        "zerostart.training.register_elementwise_optimizer(%s)",
+        "%s.%s is not known to step each element by itself. Every rank steps its own shards, so the result "
+        "may differ from one process with the whole model. Use AdamW or ZeRO stage 0, or, if it does step "
+        "each element by itself, call zerostart.training.register_elementwise_optimizer(%s)",
         kind.__module__,
         kind.__qualname__,
         kind.__name__,
     )
 
 
-def _refuse_whole(model: nn.Module, engine: str) -> None:
-    """Raise ConfigError for a model that every rank read whole."""
+def _refuse_unsharded(model: nn.Module, engine: str) -> None:
+    """Raise ConfigError for a model that every rank has loaded whole."""
     for module in model.modules():
-        if module in _whole:
+        if module in _unsharded_models:
             title = engines.title_of(engine, 3)
             raise ConfigError(
                 f"every rank has loaded {type(module).__name__} whole, because {title} was not set up "

@@ -22,7 +22,7 @@ from zerostart.distributed.world import current_world
 from zerostart.engines import check_choice, family_of
 from zerostart.errors import ConfigError
 from zerostart.integrations import accelerate, barrier, diffsynth, saving
-from zerostart.integrations.accelerate import check_deepspeed, note_whole, prepare_fsdp2
+from zerostart.integrations.accelerate import check_deepspeed, prepare_fsdp2, record_unsharded
 from zerostart.integrations.diffsynth import DiffSynthLoad, keys_of_torch_file
 from zerostart.integrations.diffusers import DiffusersLoad
 from zerostart.integrations.engine_setup import EngineSetup, SequenceSharing, find_active
@@ -233,7 +233,7 @@ def _note_unsharded(model: nn.Module) -> None:
     _notify(Notice(type(model).__name__, None))
     # A single process may prepare a whole model.
     if _has_several_ranks():
-        note_whole(model)
+        record_unsharded(model)
         _accelerate.hold(model)
 
 
@@ -252,7 +252,7 @@ _transformers = TransformersSeam(
 )
 _diffusers = DiffusersSeam(functools.partial(_choose, DiffusersLoad), _note_unsharded)
 _diffsynth = DiffSynthSeam(functools.partial(_choose, DiffSynthLoad), _note_unsharded, _read_keys)
-_accelerate = AcceleratorPatches(prepare_fsdp2, check_deepspeed, accelerate.warn_of_optimizer)
+_accelerate = AcceleratorPatches(prepare_fsdp2, check_deepspeed, accelerate.warn_about_optimizer)
 _consolidation = Consolidation(_whole_state)
 _saving = SavingCalls(
     {

@@ -184,7 +184,7 @@ def _saved_at(state: Path) -> int:
 _warned: set[tuple[Path, Path]] = set()
 
 
-def tell_of_newer(directory: Path, own: Path) -> None:
+def warn_of_newer(directory: Path, own: Path) -> None:
     """Warn once about a newer checkpoint of another library."""
     try:
         stock = stock_time(directory)
@@ -194,8 +194,8 @@ def tell_of_newer(directory: Path, own: Path) -> None:
     if stock is not None and is_newer and (stock[0], own) not in _warned:
         _warned.add((stock[0], own))
         logger.warning(
-            "%s is taken, which zerostart saved; %s has a newer checkpoint of another library: to take that "
-            "one, name its own folder, or remove %s",
+            "loading %s, which zerostart saved, although %s is a newer checkpoint of another library; to "
+            "load that one, pass its own folder, or delete %s",
             own,
             stock[0],
             own / STATE_MARKER,

@@ -20,7 +20,7 @@ from zerostart.checkpoint.formats.saved_state import (
     is_stored_state,
     open_saved_state,
     state_in,
-    tell_of_newer,
+    warn_of_newer,
 )
 from zerostart.checkpoint.formats.training import TrainingContents, training_states
 from zerostart.checkpoint.manifest import check_seal
@@ -205,7 +205,7 @@ def _open(path: Path | str) -> Saved:
         directory = state_in(path)
         if directory is None:
             return _open_foreign(path)
-        tell_of_newer(path, directory)
+        warn_of_newer(path, directory)
         place = directory
     document, (weights, state) = open_saved_state(place, (MODEL, STATE), read_document)
     return Saved(place, document, weights, state)
