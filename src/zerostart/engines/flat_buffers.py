@@ -24,16 +24,16 @@ from zerostart.geometry.layout.layout import FlatGroup, FlatRules
 
 #: Alignment of groups and parameters in bytes.
 ALIGNMENT = 64
-#: Number of parameter groups whose padding fits.
+#: Number of optimizer parameter groups for which a buffer has room for padding.
 GROUPS = 64
-#: Bytes of a message when ranks exchange their parts.
+#: Maximum size of one message when ranks exchange their parts, in bytes.
 MESSAGE = 32 << 20
 
 
 def exchanges(exchange: bool | None, world_size: int) -> bool:
-    """True if each rank reads a share of the buffers and the ranks exchange them.
+    """Return True if ranks read shares of the buffers and exchange them.
 
-    By default not on the CPU: a message is a copy through a socket, slower than the page cache.
+    By default False on the CPU, where messages pass through a socket, which is slower than the page cache.
     """
     if world_size == 1:
         return False
@@ -42,32 +42,32 @@ def exchanges(exchange: bool | None, world_size: int) -> bool:
 
 @dataclass(frozen=True)
 class Family:
-    """Parameters in the same buffers: the same ranks partition their optimizer state."""
+    """Parameters that share buffers, since the same ranks partition their optimizer state."""
 
     parameters: Mapping[str, nn.Parameter]
     rules: FlatRules
     #: True if ranks read shares of the buffers and exchange them.
     exchange: bool
-    #: Layout of each cut parameter on any rank, by name; all others are whole on every rank.
+    #: Functions from a rank to the layout of each split parameter, by name; others are whole on every rank.
     layouts: Mapping[str, Callable[[int], Layout]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """A flat buffer that is still to be allocated."""
+    """Flat buffer that is not yet allocated."""
 
     family: Family
     dtype: torch.dtype
     #: Parameters of ``dtype`` of the family, in their order in the buffer.
     names: tuple[str, ...]
-    #: Places of the parameters in the buffer.
+    #: Offsets of the parameters in the buffer.
     group: FlatGroup
 
     @property
     def capacity(self) -> int:
         """Number of elements of the buffer, padding included."""
-        # An optimizer may group the parameters otherwise: each may then begin at a multiple, each group end
-        # at one.
+        # The optimizer may form other groups: leave room to align the start of each parameter and the end of
+        # each group.
         step, partitions = ALIGNMENT // self.dtype.itemsize, self.family.rules.partitions
         padding = len(self.group.numels) * step + GROUPS * (step + 2 * partitions)
         return self.group.numel + padding + -(self.group.numel + padding) % step
@@ -79,7 +79,7 @@ class Buffer:
 
     @property
     def received(self) -> int:
-        """Bytes that a rank gets from the others when they exchange the buffer."""
+        """Bytes that a rank receives when ranks exchange the buffer."""
         if not self.family.exchange:
             return 0
         return (self.group.numel - self.group.numel // self.family.rules.partitions) * self.dtype.itemsize
@@ -94,9 +94,9 @@ def families_of(
 ) -> list[Family]:
     """Group the parameters of ``rank`` into families with common buffers.
 
-    Shared experts are one family, and so are those of DeepSpeed's ``MoE`` (``param.allreduce`` is False),
-    which may have other values on other ranks. Neither is exchanged, nor is anything if ranks share tensors.
-    A parameter that is still to be cut is replaced by one on meta in its final shape.
+    Expert-parallel parameters are one family. Those of DeepSpeed's ``MoE`` (``param.allreduce`` is False) are
+    another, since values differ between ranks. Neither is exchanged, and with tensor parallelism nothing is.
+    A parameter that is not yet split is replaced by one on meta in its final shape.
     """
     tensors = parallelism.tensors.cuts
     experts = {
@@ -132,7 +132,7 @@ def _cut(name: str, parameter: nn.Parameter, parallelism: Parallelism, rank: int
 
 
 def held_layouts(parallelism: Parallelism, name: str) -> Callable[[int], Layout]:
-    """Return the layout of a cut parameter on each rank: its experts or slices, whole."""
+    """Return a function from a rank to its layout of a split parameter."""
     return functools.partial(_held_layout, parallelism, name)
 
 
@@ -148,8 +148,8 @@ def buffers_of(families: Sequence[Family]) -> list[Buffer]:
         parameters = family.parameters
         for dtype in dict.fromkeys(parameter.dtype for parameter in parameters.values()):
             names = [name for name, p in parameters.items() if p.dtype == dtype]
-            # The sort is stable and keeps the model's order. The optimizer takes trained parameters as one
-            # run.
+            # The optimizer needs trained parameters in one range. The sort is stable: it keeps the model's
+            # order otherwise.
             names.sort(key=lambda name: not parameters[name].requires_grad)
             numels = [prod(parameters[name].shape) for name in names]
             buffers.append(Buffer(family, dtype, tuple(names), family.rules.group(numels, dtype.itemsize)))
@@ -203,9 +203,9 @@ def whole_placements(
 
 
 class FlatBufferShards:
-    """Allocates flat buffers, and makes the parameters that lie in them.
+    """Allocator of flat buffers and of the parameters that are views of them.
 
-    ``waits`` says whether the parameters may lie in host memory until the engine starts.
+    ``waits`` is True if the parameters may be in host memory until the engine starts.
     """
 
     waits = False
@@ -227,7 +227,7 @@ class FlatBufferShards:
         self._gathered: list[torch.Tensor] = []
 
     def agree_on_residence(self, model: nn.Module, names: Sequence[str]) -> Residence:
-        """Agree where the buffers lie; collective. Raises InsufficientMemoryError where they have no room."""
+        """Agree on the device of the buffers; collective. Raises InsufficientMemoryError if none has room."""
         nbytes = sum(buffer.nbytes for buffer in self._buffers(model, names))
         residence = agree_on_residence(nbytes, self._world, self.device, self._stage, self.waits)
         if residence.name == HOST:
@@ -242,7 +242,7 @@ class FlatBufferShards:
         return buffers_of(families_of(parameters, self._rules, self._exchange, self._parallelism, rank))
 
     def shard(self, model: nn.Module, names: Sequence[str]) -> list[Shard]:
-        """Give each parameter its place in a buffer; its shard is the part that this rank reads."""
+        """Move each parameter into a buffer; return the shards that this rank reads."""
         new, made = {}, {}
         for buffer in self._buffers(model, names):
             # The checkpoint fills the parameters. Only gaps and the end are zeroed, since sums include them.
@@ -276,14 +276,14 @@ class FlatBufferShards:
     def make_parameter(
         self, old: nn.Parameter, whole: torch.Tensor, name: str, family: Family
     ) -> nn.Parameter:
-        """The parameter ``old`` over the 1-D ``whole``, with its attributes."""
+        """Return ``old`` with the 1-D ``whole`` as its memory."""
         new = nn.Parameter(whole.view(old.shape), requires_grad=old.requires_grad)
         new.__dict__.update(old.__dict__)
         return new
 
     def finish(self, model: nn.Module) -> int:
         """Exchange the parts that ranks have read, in place; return the received bytes."""
-        # Released first, so that the buffers do not outlive their parameters here.
+        # Drop the references first, so that buffers are freed with their parameters.
         buffers, self._gathered = self._gathered, []
         if buffers:
             with self._world.collectives("gathering the flat buffers"):
@@ -294,12 +294,12 @@ class FlatBufferShards:
 
 def gather_in_place(buffer: torch.Tensor, rank: int, size: int, message: int = MESSAGE) -> None:
     """Fill the 1-D ``buffer`` from equal parts on all ranks, in messages of bounded size."""
-    words = buffer.view(torch.uint8)  # Not every backend carries every dtype.
-    # The group is padded so that the ranks divide it.
+    words = buffer.view(torch.uint8)  # not every backend can send every dtype
+    # Padding makes the size a multiple of the number of ranks.
     share = words.numel() // size
     step = max(1, message // size)
     for start in range(0, share, step):
         count = min(step, share - start)
-        # Views of the buffer itself: received bytes need no further memory.
+        # Receive into views of the buffer, without additional memory.
         parts = [words[r * share + start : r * share + start + count] for r in range(size)]
         dist.all_gather(parts, parts[rank])

@@ -26,11 +26,11 @@ def resolve(
     tensors_given: Mapping[str, str] | None = None,
     decide: Callable[[ParallelPlan], ParallelPlan] | None = None,
 ) -> Parallelism:
-    """Return the cuts that ``mesh`` makes in ``model``, which is on meta in its true shapes.
+    """Return how ``mesh`` splits ``model``, which is on meta in its unsharded shapes.
 
-    Given plans (module or parameter names to transformers' styles) precede the model's own. ``decide`` makes
-    the tensors' plan from the experts' plan, for an engine with its own rules. Raises ConfigError, in one
-    sentence with the remedy.
+    Passed plans (module or parameter names to transformers' styles) take precedence over the model's.
+    ``decide`` makes the tensor-parallel plan from the expert-parallel one, for an engine with its own rules.
+    Raises ConfigError.
     """
     if not mesh.parallel:
         return Parallelism(mesh)
@@ -39,7 +39,7 @@ def resolve(
     if mesh.expert_parallel > 1:
         experts = _experts(model, mesh, shapes, experts_given)
     if mesh.tensor_parallel > 1:
-        # After the experts, whose parameters are excluded from the tensors' plan.
+        # Tensors after experts, whose parameters are excluded from the tensor-parallel plan.
         if decide is not None:
             tensors = decide(experts)
         else:
@@ -65,7 +65,7 @@ def _experts(
     for name in plan.cuts:
         experts = shapes[name][0]
         if not _all_served(experts, size):
-            # One exists: with size 1 every rank has all experts.
+            # ``max`` finds at least 1, with which every rank has all experts.
             fitting = max(n for n in range(1, size) if mesh.world_size % n == 0 and _all_served(experts, n))
             raise ConfigError(
                 f"expert_parallel={size} leaves some ranks without any of the {experts} experts of {name}, "
@@ -82,8 +82,8 @@ def _check_complete(plan: ParallelPlan, shapes: Mapping[str, tuple[int, ...]]) -
         owner = name.rpartition(".")[0]
         if name not in plan.cuts and owner in experts and shape[:1] == (experts[owner],):
             raise ConfigError(
-                f"the expert-parallel plan shares out {owner}, and leaves {name} whole, which has a row for "
-                f"each of the {experts[owner]} experts; give it the style 'grouped_gemm' as well"
+                f"the expert-parallel plan splits {owner}, but not {name}, which has a row for each of the "
+                f"{experts[owner]} experts; give it the style 'grouped_gemm' too"
             )
 
 
@@ -108,7 +108,7 @@ def _tensors(
     _check_heads(model, size, plan)
     for name, cut in plan.cuts.items():
         try:
-            # Only for its checks.
+            # Called only to check the sizes.
             cut.section(shapes[name], 0, size)
         except (ValueError, IndexError) as error:
             raise ConfigError(f"the tensor-parallel plan does not fit {name}: {error}") from error
@@ -147,11 +147,10 @@ def _modules(model: nn.Module) -> list[str]:
 def share_draws(model: nn.Module, group: dist.ProcessGroup) -> None:
     """Use the first rank's random state on all ranks of ``group`` in each training forward.
 
-    A training forward needs all these ranks anyway. A forward in evaluation draws nothing, and does not wait
-    here.
+    All these ranks take part in each training forward. In evaluation nothing is drawn, so ranks do not wait.
     """
 
-    # A function instead of a partial: a copy of the model would copy the group, which is impossible.
+    # A function, not a partial: copying the model would copy the partial's group, which fails.
     def begin(module: nn.Module, _: object) -> None:
         if module.training:
             _draw_alike(group)
@@ -168,7 +167,7 @@ def _draw_alike(group: dist.ProcessGroup) -> None:
     backend.set_rng_state(state.cpu(), *arguments)
 
 
-# Models whose sequences ranks can share, checked before anything is read.
+# Checks of sequence parallelism, before anything is read.
 
 
 def check_heads(model: nn.Module, size: int) -> None:
@@ -191,7 +190,7 @@ def check_ring(model: nn.Module, size: int) -> None:
         raise _refused(model, size, f"layers of type {', '.join(others)}", "use engine='deepspeed'")
 
 
-#: The remedy for both kinds.
+#: Remedy for another attention implementation.
 _ATTENTION = "build it with attn_implementation='sdpa'"
 
 

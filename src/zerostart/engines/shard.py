@@ -16,20 +16,20 @@ from zerostart.geometry.layout import Layout, LocalBox, replicated
 
 @dataclass(frozen=True)
 class Shard:
-    """The part of the parameter ``name`` that one rank holds."""
+    """Part of the parameter ``name`` on one rank."""
 
     name: str
     layout: Layout
-    #: 1-D, with ``layout.numel`` elements.
+    #: 1-D tensor with ``layout.numel`` elements.
     storage: torch.Tensor
-    #: The layout of any rank; ranks that hold replicas have the same.
+    #: Function from a rank to its layout; replicas have equal layouts.
     at: Callable[[int], Layout]
-    #: This rank's place among the ranks with this share, and their number. They divide work that is done
-    #: once, such as writing it.
+    #: Index of this rank among its replicas, and their number. Replicas divide work that is needed only once,
+    #: such as writing.
     held: tuple[int, int] = (0, 1)
-    #: Layout of the rank's final tensor if the share is only the part that it reads; otherwise None.
+    #: Layout of the rank's final tensor if the shard is only the part that it reads; otherwise None.
     local: Layout | None = None
-    #: Like ``held``, for the run of the share that the rank's optimizer updates.
+    #: Like ``held``, for the part of the shard that the rank's optimizer updates.
     stepped: tuple[int, int] = (0, 1)
 
 
@@ -42,12 +42,12 @@ def replace_everywhere(model: nn.Module, new: dict[int, nn.Parameter]) -> None:
 
 
 def whole_shard(name: str, tensor: torch.Tensor, world: World) -> Shard:
-    """Return a tensor that is whole on every rank as a share of all ranks.
+    """Return a shard of a tensor that is whole on every rank.
 
     The storage is the tensor's memory, in its order (``channels_last``, a transposed or a sliced view). A
     tensor whose elements share memory is copied. Raises ConfigError for a tensor that is not dense.
     """
-    layout, storage = _as_it_lies(name, tensor.detach())
+    layout, storage = _view_memory(name, tensor.detach())
     return Shard(name, layout, storage, lambda _: layout, (world.rank, world.size))
 
 
@@ -56,7 +56,7 @@ def replace_storage(shard: Shard, tensor: torch.Tensor) -> Shard:
 
     Raises ConfigError for a tensor that is not dense.
     """
-    layout, storage = _as_it_lies(shard.name, tensor.detach())
+    layout, storage = _view_memory(shard.name, tensor.detach())
     return replace(shard, layout=layout, storage=storage, at=lambda _: layout)
 
 
@@ -69,7 +69,7 @@ def check_own_memory(name: str, tensor: torch.Tensor) -> None:
     if not _has_own_memory(tensor):
         raise ConfigError(
             f"{name} is an expanded, conjugate or negative view, which cannot be restored: replace it "
-            "with a tensor of its own (clone(), resolve_conj()) before training"
+            "with a copy (clone(), resolve_conj()) before training"
         )
 
 
@@ -85,7 +85,7 @@ def _has_own_memory(tensor: torch.Tensor) -> bool:
     if tensor.is_conj() or tensor.is_neg():
         return False
     span = 1
-    # From the innermost dimension outwards: each must step over all that is inside of it.
+    # From the smallest stride on: each stride must exceed the span of the dimensions before it.
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:
             if stride < span:
@@ -94,7 +94,7 @@ def _has_own_memory(tensor: torch.Tensor) -> bool:
     return True
 
 
-def _as_it_lies(name: str, tensor: torch.Tensor) -> tuple[Layout, torch.Tensor]:
+def _view_memory(name: str, tensor: torch.Tensor) -> tuple[Layout, torch.Tensor]:
     _check_dense(name, tensor)
     if not _has_own_memory(tensor):
         tensor = tensor.resolve_conj().resolve_neg().contiguous()
@@ -102,13 +102,13 @@ def _as_it_lies(name: str, tensor: torch.Tensor) -> tuple[Layout, torch.Tensor]:
     if tensor.is_contiguous():
         return replicated(shape), tensor.view(-1)
     span = 1 + sum((size - 1) * stride for size, stride in zip(shape, tensor.stride(), strict=True))
-    # All elements of the span count as real: those between may belong to another tensor.
+    # Elements in gaps may belong to another tensor, so the layout covers the whole span.
     layout = Layout(shape, span, span, (LocalBox(Box((0,) * len(shape), shape), 0, tensor.stride()),))
     return layout, tensor.as_strided((span,), (1,))
 
 
 def first_rank_shard(name: str, tensor: torch.Tensor, world: World) -> Shard:
-    """Return a tensor that may differ between ranks as a share of the first rank.
+    """Return rank 0's shard of a tensor that may differ between ranks.
 
     Raises ConfigError as ``whole_shard`` does.
     """
@@ -118,9 +118,9 @@ def first_rank_shard(name: str, tensor: torch.Tensor, world: World) -> Shard:
 
 
 def full_shape(parameter: torch.Tensor) -> torch.Size:
-    """Return the unsharded shape of a parameter, also if this rank only has a part.
+    """Return the unsharded shape of a parameter.
 
-    A DTensor has it as its shape; an empty placeholder of ZeRO-3 has an attribute for it.
+    It is the shape of a DTensor, and the attribute ``ds_shape`` of an empty placeholder of ZeRO-3.
     """
     shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
     return shape
