@@ -33,28 +33,28 @@ Encoded = dict[str, torch.Tensor]
 class Encoder(ABC):
     """Converts an example to inputs of a pipeline's transformer."""
 
-    #: The columns of media that it uses.
+    #: Media columns that the pipeline uses.
     takes: ClassVar[frozenset[str]] = frozenset({"image"})
     #: Required columns; an entry may name alternatives with ``or``.
     needs: ClassVar[tuple[str, ...]] = ("image",)
-    #: The columns of ``images`` that may have only one picture.
+    #: Columns of kind ``images`` that may have only one picture.
     single: ClassVar[frozenset[str]] = frozenset()
     #: True if texts can be encoded without pictures.
     encodes_texts: ClassVar[bool] = True
 
     def __init__(self, pipe: DiffusionPipeline, settings: CacheConfig) -> None:
-        """``pipe`` is the pipeline without its transformers."""
+        """Use the encoders of ``pipe``, a pipeline without its transformers."""
         from transformers import PreTrainedTokenizerBase
 
         self.pipe = pipe
         self.settings = settings
         self.device = default_device()
-        # The limit of texts is an argument of the pipeline's call.
+        # The default limit of a text's length is an argument of the pipeline's call.
         own = inspect.signature(type(pipe).__call__).parameters["max_sequence_length"].default
         self.max_tokens = int(settings.max_sequence_length or own)
         self.text = {"max_sequence_length": self.max_tokens, "device": self.device}
         parts = [getattr(part, "tokenizer", part) for part in pipe.components.values()]
-        # CLIP always sees the first 77 tokens only, next to another encoder.
+        # Ignore CLIP, which always reads only 77 tokens, in addition to another encoder.
         self._tokenizers = [
             one
             for one in parts
@@ -82,15 +82,15 @@ class Encoder(ABC):
         if (count := max(counts, default=0)) <= self.max_tokens:
             return None
         return (
-            f"its text has {count} tokens, of which at most {self.max_tokens} are taken: shorten it, or "
-            "raise cache.max_sequence_length where the model allows more"
+            f"its text has {count} tokens, but only the first {self.max_tokens} are used: shorten it, or "
+            "raise cache.max_sequence_length if the model allows more"
         )
 
     def check(self, example: Example) -> None:
         """Raise ConfigError for an example that this pipeline cannot take."""
         # Other columns of the table, such as numbers, are ignored.
         media = {name for name, value in example.items() if _is_media(value)}
-        # Sorted, for the same message in every run.
+        # Sort for the same message in every run.
         if unknown := sorted(media - self.takes):
             raise ConfigError(
                 f"{self.kind} does not use the column {unknown[0]}; it uses "
@@ -121,7 +121,7 @@ class Encoder(ABC):
 
     @property
     def kind(self) -> str:
-        """The class of the pipeline, for messages."""
+        """Class name of the pipeline, for messages."""
         return type(self.pipe).__name__
 
     @property
@@ -130,12 +130,12 @@ class Encoder(ABC):
         return int(self.pipe.image_processor.config.vae_scale_factor)
 
     def pixels(self, value: torch.Tensor) -> torch.Tensor:
-        """Convert uint8 [3, H, W] by the pipeline's processor to [1, 3, H, W] for the autoencoder."""
+        """Preprocess a uint8 picture [3, H, W] for the autoencoder."""
         tensor: torch.Tensor = self.pipe.image_processor.preprocess(to_picture(value))
         return tensor.to(self.device, self.pipe.vae.dtype)
 
     def target_latents(self, pixels: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        """Return latents of ``pixels`` for the model to learn, [1, C, ...], not normalised."""
+        """Return the latents of ``pixels`` as a training target, [1, C, ...], not normalised."""
         posterior = self.pipe.vae.encode(pixels).latent_dist
         latents: torch.Tensor = (
             posterior.sample(generator) if self.settings.posterior == "sample" else posterior.mode()
@@ -143,13 +143,13 @@ class Encoder(ABC):
         return latents
 
     def condition_latents(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Return latents of ``pixels`` for the model to start from, [1, C, ...]: the mode."""
+        """Return the latents (mode) of ``pixels`` as a condition, [1, C, ...], not normalised."""
         latents: torch.Tensor = self.pipe.vae.encode(pixels).latent_dist.mode()
         return latents
 
 
 class VideoEncoder(Encoder):
-    """Encodes ``latents`` [C, F, H, W] and the text; a picture is a video of one frame."""
+    """Encoder of a video (or a picture as one frame) and its text."""
 
     takes: ClassVar[frozenset[str]] = frozenset({"video", "image"})
     needs: ClassVar[tuple[str, ...]] = ("video or image",)
@@ -158,7 +158,7 @@ class VideoEncoder(Encoder):
 
     @property
     def factors(self) -> tuple[int, int]:
-        """Frames, and pixels of height and width, of one latent."""
+        """Frames of one latent, and its height and width in pixels."""
         return int(self.pipe.vae_scale_factor_temporal), int(self.pipe.vae_scale_factor_spatial)
 
     @property
@@ -167,7 +167,7 @@ class VideoEncoder(Encoder):
         return self.factors[1] * self.patch
 
     def check(self, example: Example) -> None:
-        """Raise ConfigError also for a number of frames without whole latents."""
+        """Raise ConfigError also if the frames do not fill whole latents."""
         super().check(example)
         frames, step = self.frames(example), self.factors[0]
         # The first frame is one latent, and each further `step` frames are another.
@@ -179,12 +179,12 @@ class VideoEncoder(Encoder):
             )
 
     def check_size(self, example: Example, *names: str) -> None:
-        """Raise ConfigError for pictures called ``names`` of another size than the video."""
+        """Raise ConfigError if a picture ``names`` differs in size from the video."""
         for name in names:
             frame, video = example.get(name), example.get("video")
             if frame is not None and video is not None and frame.shape[-2:] != video.shape[-2:]:
                 raise ConfigError(
-                    f"{name} has another size than its video: set its size to `item` in media.columns"
+                    f"{name} differs in size from its video: set its size to `item` in media.columns"
                 )
 
     def frames(self, example: Example) -> int:
@@ -198,7 +198,7 @@ class VideoEncoder(Encoder):
         return {**self.prompt(example["prompt"]), "latents": latents}
 
     def clip(self, video: torch.Tensor) -> torch.Tensor:
-        """Convert uint8 [3, F, H, W] to [1, 3, F, H, W] for the autoencoder."""
+        """Preprocess a uint8 video [3, F, H, W] for the autoencoder."""
         pixels: torch.Tensor = self.pipe.video_processor.preprocess_video(split_frames(video))
         return pixels.to(self.device, self.pipe.vae.dtype)
 

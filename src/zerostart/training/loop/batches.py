@@ -1,7 +1,7 @@
 """Choose the examples of each batch, and their order.
 
-The order follows from the seed, the epoch, the batch size and the number of batches in a step: any number of
-ranks that share such a step sees the same examples in each step, also after a resume.
+The order depends only on the seed, the epoch, the batch size and the number of batches in a step. So each
+step has the same examples for any number of ranks, also after a resume.
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ logger = logging.getLogger("zerostart")
 
 
 class Buckets(Sampler[list[int]]):
-    """Batches of indices; examples with equal ``shapes`` are a bucket.
+    """Sampler of batches; a bucket has examples with equal ``shapes``.
 
-    In each epoch the examples come in a new order. As soon as a bucket has ``step`` batches of
-    ``batch_size``, they are the next step. The remaining whole batches of all buckets make up the last steps;
-    each batch is of one bucket. Examples that fill no batch, and batches that fill no step, are left out of
-    this epoch.
+    Each epoch draws a new order of the examples. When a bucket has ``step`` batches of ``batch_size``, they
+    become the next step. The last steps consist of the remaining whole batches of all buckets; a batch never
+    mixes buckets. Examples that fill no batch, and batches that fill no step, are skipped in this epoch.
     """
 
     def __init__(self, shapes: Sequence[Hashable], batch_size: int, step: int, seed: int) -> None:
@@ -42,19 +41,19 @@ class Buckets(Sampler[list[int]]):
 
     @property
     def sampler(self) -> Buckets:
-        """Itself: accelerate calls ``set_epoch`` of a batch sampler's sampler."""
+        """This object, since accelerate calls ``set_epoch`` on a batch sampler's sampler."""
         return self
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next pass."""
+        """Set the epoch of the next iteration."""
         self._epoch = epoch
 
     def skip(self, batches: int) -> None:
-        """Skip the first ``batches`` of the next pass only."""
+        """Skip the first ``batches`` of only the next iteration."""
         self._skipped = batches
 
     def __len__(self) -> int:
-        """Return the number of batches in an epoch, the same in each."""
+        """Return the number of batches in an epoch, which all epochs share."""
         # Steps of one bucket, and steps of the rest of all buckets, as in ``_batches``.
         whole = sum(size // (self.batch_size * self._step) for size in self._sizes.values())
         rest = sum(size % (self.batch_size * self._step) // self.batch_size for size in self._sizes.values())
@@ -62,13 +61,13 @@ class Buckets(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         start, self._skipped = self._skipped, 0
-        # The whole order is drawn, so that the rest is the same without the skipped part.
+        # Draw the whole order, so that skipping does not change the batches after it.
         return itertools.islice(self._batches(), start, None)
 
     @property
     def order(self) -> str:
         """Description of the order of an epoch; equal descriptions mean equal orders."""
-        # In one bucket the examples come in the drawn order, however a step is cut into batches.
+        # In one bucket, the batch size does not change which examples form a step.
         if len(self._sizes) == 1:
             return f"seed {self._seed}, {self.batch_size * self._step} examples a step"
         return f"seed {self._seed}, {self._step} batches of {self.batch_size} a step"
@@ -78,7 +77,7 @@ class Buckets(Sampler[list[int]]):
         return sum(size for size in self._sizes.values() if size < self.batch_size)
 
     def _batches(self) -> Iterator[list[int]]:
-        # As accelerate seeds its own sampler: with one bucket the order is the same.
+        # Seed as accelerate's own sampler does, so that one bucket has the same order.
         generator = torch.Generator(device="cpu").manual_seed(self._seed + self._epoch)
         order: list[int] = torch.randperm(len(self._shapes), generator=generator, device="cpu").tolist()
         waiting: dict[Hashable, list[int]] = {}
@@ -89,7 +88,7 @@ class Buckets(Sampler[list[int]]):
                 yield from self._cut(bucket)
                 bucket.clear()
         rest = [batch for bucket in waiting.values() for batch in self._cut(bucket)]
-        # Only whole steps: each rank needs a batch in each.
+        # Yield only whole steps, since each rank needs a batch in every step.
         yield from rest[: len(rest) // self._step * self._step]
 
     def _cut(self, bucket: Sequence[int]) -> list[list[int]]:
@@ -113,7 +112,7 @@ def make_buckets(items: Items, train: TrainingConfig, ranks: int) -> Buckets:
         raise ConfigError(
             f"the data has {len(items)} examples to train on; one step takes "
             f"{train.batch_size * ranks * train.accumulation} (train.batch_size, times train.accumulation, "
-            "times ranks), and those of one batch have the same shapes: lower one of these, or raise "
+            "times ranks), and all examples of a batch need the same shapes: lower one of these, or raise "
             "media.repeats"
         )
     if buckets.never_seen():
