@@ -16,34 +16,34 @@ from typing import Any, ClassVar, Protocol, Self
 from zerostart.checkpoint.paths import scheme_of, shown_url, wait_for
 from zerostart.errors import ConfigError, ReadError
 
-#: Largest gap in bytes that is fetched together with the rows around it, where a request costs more than the
-#: bytes (65 us a request against 2 GB/s on a virtual disk).
+#: Maximum gap between rows that one request also reads, in bytes, since another request would cost more (65
+#: us a request against 2 GB/s on a virtual disk).
 FETCHED_GAP = 128 << 10
-#: Largest such gap in bytes for any store.
+#: Maximum of this gap for object stores, in bytes.
 MOST_GAP = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Equally spaced runs of bytes."""
+    """Equally spaced byte ranges of equal size."""
 
-    #: Number of runs.
+    #: Number of rows.
     count: int
-    #: Bytes of one run.
+    #: Bytes of one row.
     width: int
-    #: Bytes from the start of one run to the start of the next.
+    #: Bytes from the start of one row to the start of the next.
     stride: int
 
     @property
     def span(self) -> int:
-        """Number of bytes from first to last."""
+        """Bytes from the start of the first row to the end of the last."""
         return (self.count - 1) * self.stride + self.width
 
 
 class Reader(ABC):
     """Reader of byte ranges for one load.
 
-    Several threads share one; it is closed at the end of the load.
+    Threads share a reader, which is closed at the end of the load.
     """
 
     def __enter__(self) -> Self:
@@ -75,7 +75,7 @@ class Reader(ABC):
         return  # most readers do not prefetch
 
     def note(self) -> str:
-        """Describe for the report how data was read."""
+        """Describe for a report how bytes were read, or return an empty string."""
         return ""
 
 
@@ -103,7 +103,7 @@ class RequestCost:
 
     @property
     def gap(self) -> int:
-        """Largest gap in bytes cheaper than a request."""
+        """Maximum gap that is cheaper to read than another request, in bytes."""
         return max(FETCHED_GAP, min(MOST_GAP, int(self.latency * self.rate)))
 
 
@@ -137,9 +137,9 @@ class Storage(ABC):
     identities: tuple[Hashable, ...] = field(default=(), compare=False, repr=False)
     #: URL of the directory of the files. If set, only some files are the checkpoint; ``named`` selects them.
     folder: str = field(default="", kw_only=True)
-    #: File that the source names; empty if it names the directory.
+    #: File that the caller's source names; empty if it names the directory.
     asked: str = field(default="", kw_only=True)
-    #: Cost of a request; None if reads are no requests to a server.
+    #: Cost of a request to a server; None for local files.
     cost: RequestCost | None = field(default=None, compare=False, repr=False, kw_only=True)
 
     #: URL schemes of a registered storage.
@@ -156,7 +156,7 @@ class Storage(ABC):
         One rank calls it. Raises CheckpointNotFoundError if nothing is there, ReadError if a request
         fails.
         """
-        raise NotImplementedError(f"{cls.__name__} is not reached by a URL")
+        raise NotImplementedError(f"{cls.__name__} cannot be opened by a URL")
 
     @abstractmethod
     def reader(self, *, cold: bool = False, direct: bool = False) -> Reader:
@@ -174,7 +174,7 @@ class Storage(ABC):
 
     @property
     def gap(self) -> int:
-        """Largest gap in bytes that is fetched with rows."""
+        """Maximum gap between rows that one request also reads, in bytes."""
         return FETCHED_GAP if self.cost is None else self.cost.gap
 
     def names(self) -> tuple[str, ...]:
@@ -209,11 +209,11 @@ class Storage(ABC):
         return self.sizes[file]
 
     def kept(self, used: Iterable[int] = ()) -> Storage:
-        """Return what a later read of ``used`` needs.
+        """Return the storage with the identities of the files ``used``, for a later read.
 
         The result keeps no file open.
         """
-        # Only these files: asking may cost a request for each.
+        # Get only these identities, since each may cost a request.
         numbers = set(used)
         marks = self.identities or tuple(
             self.identity(n) if n in numbers else None for n in range(len(self.files))
@@ -221,9 +221,9 @@ class Storage(ABC):
         return replace(self, identities=tuple(m if n in numbers else None for n, m in enumerate(marks)))
 
     def recalled(self, purpose: str) -> Storage:
-        """Check that the files are unchanged.
+        """Return the storage for a later read. Raises ReadError if a file has changed.
 
-        Raises ReadError with ``purpose`` at its end.
+        The message ends with ``purpose``.
         """
         for number, before in enumerate(self.identities):
             if before is not None and (now := self.identity(number)) != before:
@@ -305,7 +305,7 @@ def _kind_of(source: object) -> type[Storage] | None:
     if scheme in _registered:
         kind = _registered[scheme]
     elif scheme in _installed():
-        # Imported only now: a package whose storage nobody uses costs nothing.
+        # Import the package only when its storage is used.
         kind = _installed()[scheme].load()
         _check_reached(kind)
     elif scheme in _OWN:
@@ -323,9 +323,7 @@ def _kind_of(source: object) -> type[Storage] | None:
 
 def _check_reached(kind: type[Storage]) -> None:
     if getattr(kind.at, "__func__", None) is Storage.at.__func__:  # type: ignore[attr-defined]
-        raise ConfigError(
-            f"{kind.__name__} does not say what lies at a URL; give it a class method at(source)"
-        )
+        raise ConfigError(f"{kind.__name__} cannot open URLs; give it a class method at(source)")
 
 
 @functools.cache
