@@ -15,29 +15,29 @@ from math import prod
 
 from zerostart.geometry.copies import Box
 
-#: First address, and ``(size, stride)`` of the loops.
+#: First address, and the ``(size, stride)`` of each loop over further addresses.
 Strided = tuple[int, tuple[tuple[int, int], ...]]
 
-#: Maximum number of addresses that are counted one by one, if no reduction decides.
+#: Maximum number of addresses to check one by one, if no reduction decides.
 COUNTED = 1 << 22
 
 
 def tiles(fragments: Iterable[Strided], count: int) -> bool:
-    """True if the fragments cover every address of ``[0, count)`` once, and no other.
+    """Return True if fragments cover exactly the addresses ``[0, count)``, each once.
 
-    Also false for more than ``COUNTED`` addresses in an order that no reduction handles.
+    Return False too for more than ``COUNTED`` addresses in an order that no reduction handles.
     """
     merged = [(start, _merged(loops)) for start, loops in fragments]
     if any(stride < 1 for _, loops in merged for _, stride in loops):
         return False
-    # As many elements as addresses: "each at least once" and "each at most once" are the same question.
+    # If there are as many elements as addresses, it is enough that each address is covered.
     if sum(prod(size for size, _ in loops) for _, loops in merged) != count:
         return False
     return _tile(merged, 0, count)
 
 
 def _tile(fragments: Sequence[Strided], low: int, high: int) -> bool:
-    """Do the same for ``[low, high)``, once the number of elements is right."""
+    """Check fragments of ``[low, high)`` that have as many elements as addresses."""
     pending = [(list(fragments), low, high)]
     while pending:
         here, low, high = pending.pop()
@@ -46,18 +46,18 @@ def _tile(fragments: Sequence[Strided], low: int, high: int) -> bool:
             if start != low or not _dense(loops):
                 return False
             continue
-        # 1. Parts of the range that no fragment crosses are decided one by one.
+        # 1. Check separately the parts of the range that no fragment crosses.
         groups = _separate(here, low, high)
         if groups is None:
             return False
         if len(groups) > 1:
             pending += groups
             continue
-        # 2. All repeat with one period through the whole range: one period decides.
+        # 2. If all fragments repeat with one period through the range, check one period.
         period = _period(here, high - low)
         if period is not None:
             pending.append(([(start, loops[1:]) for start, loops in here], low, low + period))
-        # 3. Neither: every address is counted.
+        # 3. Otherwise check every address.
         elif not _counted(here, low, high):
             return False
     return True
@@ -120,7 +120,7 @@ def _period(fragments: Sequence[Strided], length: int) -> int | None:
 def _counted(fragments: Sequence[Strided], low: int, high: int) -> bool:
     if high - low > COUNTED:
         return False
-    import numpy as np  # which a catalog does without
+    import numpy as np  # only here, since reading a catalog does not need it
 
     is_covered = np.zeros(high - low, dtype=bool)
     for start, loops in fragments:
@@ -130,7 +130,7 @@ def _counted(fragments: Sequence[Strided], low: int, high: int) -> bool:
         if places.min() < 0 or places.max() >= len(is_covered):
             return False
         is_covered[places] = True
-    # As many elements as addresses: all seen means each once.
+    # There are as many elements as addresses: if all are covered, each is covered once.
     return bool(is_covered.all())
 
 
@@ -141,22 +141,22 @@ Ints = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Steps that make a view from its base: split, slice, join, reorder."""
+    """Steps from a base tensor to its view: split, slice, join and reorder dimensions."""
 
-    #: The dimensions of the base from the largest stride to the smallest.
+    #: Dimensions of the base, sorted from the largest stride to the smallest.
     order: Ints
     #: Sizes of those dimensions after the split.
     split: Ints
     #: Start of the slice of each split dimension.
     starts: Ints
     counts: Ints
-    #: Shape after the parts are joined: the view's dimensions from the largest stride on.
+    #: Shape after the join: the view's dimensions, sorted from the largest stride to the smallest.
     joined: Ints
-    #: The joined dimensions in the view's order; those of size 1 are left out.
+    #: Joined dimensions in the view's order, without those of size 1.
     turned: Ints
     #: The view's shape.
     shape: Ints
-    #: The view as a box of the base, in the base's own order; None where it is not one.
+    #: Box of the base that the view covers, in the base's order; None if it is not a box.
     box: Box | None
 
 
@@ -166,7 +166,7 @@ def view_within(
 ) -> View | None:
     """Return the steps to a view of a tensor of ``shape`` and ``strides``; offsets in elements.
 
-    None for a view whose elements overlap, that leaves the tensor, or whose runs cross its rows.
+    Return None if elements of the view overlap or are outside the tensor, or if its loops cross rows.
     """
     order = sorted(range(len(shape)), key=lambda d: (-strides[d], -shape[d]))
     sizes = [shape[d] for d in order]
@@ -189,7 +189,7 @@ def view_within(
     if first >= numel or 0 in split:
         return None
     starts = [first // low % size for low, size in zip(bounds, split, strict=True)]
-    # 2. From the innermost outwards: each loop takes a part of one, or all of several and a part of the next.
+    # 2. From the smallest stride on, each loop covers part of one dimension, or several and part of the next.
     counts = [1] * len(split)
     remaining, waiting = 1, list(loops)
     for k in range(len(split) - 1, -1, -1):
@@ -227,7 +227,7 @@ def _box(
     for d, size, step in zip(order, sizes, dense, strict=True):
         inside = [k for k, low in enumerate(bounds) if step <= low < step * size]
         moving = [k for k in inside if counts[k] > 1]
-        # Inside the outermost moving part all must be whole, otherwise there are gaps.
+        # Dimensions inside the outermost moving one must be whole, otherwise there are gaps.
         if moving and any(k > moving[0] and counts[k] != split[k] for k in inside):
             return None
         origin[d] = sum(starts[k] * (bounds[k] // step) for k in inside)
@@ -236,7 +236,7 @@ def _box(
 
 
 def without(box: Box, other: Box) -> list[Box]:
-    """Disjoint boxes that cover what ``box`` has and ``other`` has not."""
+    """Return disjoint boxes that cover ``box`` without ``other``."""
     boxes: list[Box] = []
     origin, extent = list(box.origin), list(box.extent)
     for d in range(len(origin)):
