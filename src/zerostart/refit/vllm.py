@@ -1,8 +1,8 @@
 """Push weights into vLLM: its ``LLM``, or its server (``http://...``).
 
-vLLM packs the weights of a layer after a load. So the loader is traced, and layers are filled, with the
-parameters that vLLM keeps for later loads. Then vLLM packs each layer into the memory of its old weights. One
-layer at a time is in memory twice.
+vLLM packs the weights of a layer after a load, and keeps unpacked parameters for later loads. A push traces
+the loader with these, fills one layer at a time, and lets vLLM pack it into the memory of its old weights.
+Only one layer is in memory twice.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from zerostart.upstream.vllm.reload import Layer
 logger = logging.getLogger("zerostart")
 #: Name of the engine in vLLM's configuration.
 BACKEND = "zerostart"
-#: Seconds to wait for short requests.
+#: Timeout of requests that are answered at once, in seconds.
 ANSWER_TIMEOUT_S = 60.0
 _CONFIG = f'{{"backend": "{BACKEND}"}}'
 
@@ -72,7 +72,7 @@ class VLLMDriver:
             self._call("finish_weight_update", weight_version=finished)
 
     def served(self, version: int) -> None:
-        """Reset the prefix cache; raise PeerError while requests run, which prevents it."""
+        """Reset the prefix cache; raise PeerError if running requests prevent it."""
         answer = self._call("reset_prefix_cache")
         if (answer.get("success") if isinstance(answer, dict) else answer) is False:
             raise PeerError(
@@ -126,7 +126,7 @@ class EngineDriver(VLLMDriver):
             return None
         try:
             receivers = self._engine.collective_rpc(receiver, kwargs={"process": os.getpid()})
-        except TypeError as error:  # vLLM sends no functions to other processes
+        except TypeError as error:  # vLLM cannot send functions to other processes
             logger.debug("%s", error)
             return None
         assert receivers[0] is None or isinstance(receivers[0], Receiver), "see receiver()"
@@ -147,7 +147,7 @@ class EngineDriver(VLLMDriver):
 
 
 def engine_worker(model: nn.Module, config: Any, rank: int) -> EngineWorker:
-    """Return the one worker of a model."""
+    """Return the worker of a model, created at the first call."""
     weights = VLLMWeights(model, config, f"vLLM's {type(model).__name__}")
     return get_worker(model, weights, f"vllm-{rank}")
 
@@ -206,7 +206,7 @@ class VLLMWeights:
                     yield _stage(prefix, layer, wanted)
                 else:
                     unfilled.append(layer)
-            # A head that is tied to the embedding is not filled, but may be packed.
+            # A head that is tied to the embedding is not filled, but vLLM may pack it separately.
             for layer in unfilled:
                 if layer.packed and any(id(tensor) in written for tensor in layer.tensors().values()):
                     layer.pack_in_place()
