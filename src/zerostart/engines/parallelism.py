@@ -37,22 +37,22 @@ def resolve(
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     experts = tensors = ParallelPlan()
     if mesh.expert_parallel > 1:
-        experts = _experts(model, mesh, shapes, experts_given)
+        experts = _plan_experts(model, mesh, shapes, experts_given)
     if mesh.tensor_parallel > 1:
         # Tensors after experts, whose parameters are excluded from the tensor-parallel plan.
         if decide is not None:
             tensors = decide(experts)
         else:
-            tensors = _tensors(model, mesh, shapes, tensors_given)
+            tensors = _plan_tensors(model, mesh, shapes, tensors_given)
         tensors = _without_experts(tensors, experts)
     return Parallelism(mesh, experts, tensors, shapes)
 
 
-def _experts(
-    model: nn.Module, mesh: Mesh, shapes: Mapping[str, tuple[int, ...]], given: Mapping[str, str] | None
+def _plan_experts(
+    model: nn.Module, mesh: Mesh, shapes: Mapping[str, tuple[int, ...]], override: Mapping[str, str] | None
 ) -> ParallelPlan:
     kind, size = type(model).__name__, mesh.expert_parallel
-    rules = library_of(model).parallel_rules(model, "ep") if given is None else given
+    rules = library_of(model).parallel_rules(model, "ep") if override is None else override
     plan = expert_plan(rules, {name: len(shape) for name, shape in shapes.items()}, _modules(model))
     if not plan.cuts:
         if not any("experts" in name for name in shapes):
@@ -64,9 +64,9 @@ def _experts(
         )
     for name in plan.cuts:
         experts = shapes[name][0]
-        if not _all_served(experts, size):
+        if not _fills_ranks(experts, size):
             # ``max`` finds at least 1, with which every rank has all experts.
-            fitting = max(n for n in range(1, size) if mesh.world_size % n == 0 and _all_served(experts, n))
+            fitting = max(n for n in range(1, size) if mesh.world_size % n == 0 and _fills_ranks(experts, n))
             raise ConfigError(
                 f"expert_parallel={size} leaves some ranks without any of the {experts} experts of {name}, "
                 f"at {-(-experts // size)} experts a rank; use expert_parallel={fitting}"
@@ -76,7 +76,7 @@ def _experts(
 
 
 def _check_complete(plan: ParallelPlan, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise ConfigError if a plan leaves a parameter whole that has a row for each expert."""
+    """Raise ConfigError if a plan splits only some parameters with a row for each expert."""
     experts = {name.rpartition(".")[0]: shapes[name][0] for name in plan.cuts}
     for name, shape in shapes.items():
         owner = name.rpartition(".")[0]
@@ -87,18 +87,18 @@ def _check_complete(plan: ParallelPlan, shapes: Mapping[str, tuple[int, ...]]) -
             )
 
 
-def _all_served(experts: int, size: int) -> bool:
+def _fills_ranks(experts: int, size: int) -> bool:
     return (size - 1) * -(-experts // size) < experts
 
 
-def _tensors(
+def _plan_tensors(
     model: nn.Module,
     mesh: Mesh,
     shapes: Mapping[str, tuple[int, ...]],
-    given: Mapping[str, str] | None,
+    override: Mapping[str, str] | None,
 ) -> ParallelPlan:
     kind, size = type(model).__name__, mesh.tensor_parallel
-    rules = library_of(model).parallel_rules(model, "tp") if given is None else given
+    rules = library_of(model).parallel_rules(model, "tp") if override is None else override
     plan = tensor_plan(rules, {name: len(shape) for name, shape in shapes.items()}, _modules(model))
     if not plan.cuts:
         raise ConfigError(
@@ -145,7 +145,7 @@ def _modules(model: nn.Module) -> list[str]:
 
 
 def share_draws(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Use the first rank's random state on all ranks of ``group`` in each training forward.
+    """Use one random state on all ranks of ``group`` in each training forward.
 
     All these ranks take part in each training forward. In evaluation nothing is drawn, so ranks do not wait.
     """
