@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from zerostart.errors import ConfigError
 
@@ -32,8 +33,10 @@ def matching_modules(
 def _matches(name: str, module: nn.Module, entry: str | type[nn.Module]) -> bool:
     if isinstance(entry, type):
         return isinstance(module, entry)
-    # Also by base class: FSDP2 gives sharded modules a new class.
-    if any(kind.__name__ == entry for kind in type(module).__mro__):
+    # Skip the class that FSDP2 adds, but match no other base class: the output projection of torch's
+    # attention is a kind of Linear that is never called, so that nothing would gather a unit of it.
+    kind = next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
+    if kind.__name__ == entry:
         return True
     parts, patterns = name.split("."), entry.split(".")
     return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
