@@ -435,4 +435,4 @@ def test_a_text_that_is_too_long_is_named_with_its_row(
     table.write_text(table.read_text().replace("a cat sees the sea", "cat " * 50))
     cached(configured(pipeline, media, tmp_path, max_sequence_length=40))
     assert "1 texts were cut off: " in caplog.text
-    assert "metadata.csv, line 2: its text has 50 tokens, of which at most 40 are taken" in caplog.text
+    assert "metadata.csv, line 2: its text has 50 tokens, but only the first 40 are used" in caplog.text
