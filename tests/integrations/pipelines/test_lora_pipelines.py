@@ -12,7 +12,7 @@ from peft.utils import get_peft_model_state_dict
 from torch import nn
 
 import zerostart
-from tests.integrations.pipelines.tiny_pipelines import CALLS, FAMILIES, make_pipeline
+from tests.integrations.pipelines.tiny_pipelines import CALLS, FAMILIES, equal_but_for_rounding, make_pipeline
 from tests.ranks import run_ranks
 
 #: Nothing stays gathered between two calls.
@@ -92,11 +92,6 @@ def compare(path: Path, key: str, loras: tuple[Path, Path], ways: list[str]) -> 
         if not equal_but_for_rounding(picture(fresh, key), first):
             wrong.append(f"{way}: the base is another one")
     return wrong
-
-
-def equal_but_for_rounding(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two pictures are equal: sums depend on where their operands lie in memory."""
-    return bool((one - other).abs().max() <= 1e-5 * other.abs().max())
 
 
 def first_weight(model: nn.Module) -> tuple[str]:

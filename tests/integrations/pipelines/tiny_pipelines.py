@@ -277,3 +277,8 @@ def make_pipeline(key: str, path: Path) -> Path:
                     buffer.abs_()  # of which roots are taken, or by which others are divided
     made.save_pretrained(path)
     return path
+
+
+def equal_but_for_rounding(one: torch.Tensor, other: torch.Tensor, limit: float = 1e-5) -> bool:
+    """Return whether two pictures are equal: sums depend on where their operands lie in memory."""
+    return bool((one - other).abs().max() <= limit * other.abs().max())
