@@ -33,6 +33,8 @@ LEAST = {
     "qwen_image": 1 << 18,
     "flux": 1 << 18,
     "z_image": 5 << 18,
+    "hunyuan_video": 1 << 18,
+    "ltx2": 1 << 18,
 }
 
 
@@ -84,7 +86,7 @@ def compare(path: Path, key: str, ways: list[str], dtype: torch.dtype | None = N
         # After the load: starting DeepSpeed can change the bits of bf16 in a process, also of this pipeline.
         expected = picture(plain, key)
         for time in ("first", "second"):
-            if not equal_but_for_rounding(picture(pipe, key), expected, 1e-5 if dtype is None else 2e-2):
+            if not equal_but_for_rounding(picture(pipe, key), expected, 1e-4 if dtype is None else 2e-2):
                 wrong.append(f"{way}, the {time} time")
     return wrong
 
