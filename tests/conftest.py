@@ -14,7 +14,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 
-import tests.drawn  # noqa: F401 - hypothesis's profiles, before any test is read
+import tests.hypothesis_settings  # noqa: F401 - hypothesis's profiles, before any test is read
 from tests.ranks import build_deepspeed_op, has_deepspeed_op, remove_stale_lock, skip_where_unsupported
 from tests.tiny import TinyCheckpoints
 

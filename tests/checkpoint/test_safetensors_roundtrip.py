@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from tests.drawn import examples
+from tests.hypothesis_settings import count_examples
 from zerostart.checkpoint.formats.safetensors import read_header
 from zerostart.checkpoint.source import open_catalog
 from zerostart.checkpoint.write.shards import plan_shards
@@ -38,7 +38,7 @@ SPECS = st.dictionaries(
 )
 # Not an empty one: version 0.8.0 of the library writes broken JSON for no tensors with empty metadata.
 METADATA = st.one_of(st.none(), st.dictionaries(NAMES, NAMES, min_size=1, max_size=3))
-SETTINGS = settings(max_examples=examples(80))
+SETTINGS = settings(max_examples=count_examples(80))
 
 
 def content(specs: dict[str, tuple[torch.dtype, list[int]]]) -> dict[str, torch.Tensor]:

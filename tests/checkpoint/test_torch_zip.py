@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import zerostart
-from tests.drawn import examples
+from tests.hypothesis_settings import count_examples
 from tests.ranks import run_ranks
 from tests.tiny import TinyCheckpoints
 from zerostart.checkpoint.catalog import Catalog
@@ -189,7 +189,7 @@ def test_harmless_values_beside_the_weights(tmp_path: Path) -> None:
     assert open_catalog(path).metadata["ignored"] == "extra, od, t"
 
 
-@settings(max_examples=examples(60))
+@settings(max_examples=count_examples(60))
 @given(data=st.data())
 def test_random_views_equal_what_torch_loads(tmp_path: Path, data: st.DataObject) -> None:
     base = torch.arange(360, dtype=data.draw(st.sampled_from([torch.float32, torch.int16, torch.bfloat16])))

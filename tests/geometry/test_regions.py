@@ -6,7 +6,7 @@ from math import prod
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.drawn import examples
+from tests.hypothesis_settings import count_examples
 from zerostart.geometry import (
     Copy,
     Region,
@@ -56,7 +56,7 @@ def in_tensor(region: Region) -> dict[int, int]:
     return found
 
 
-@settings(max_examples=examples(200, 15000))
+@settings(max_examples=count_examples(200, 15000))
 @given(copies(), st.integers(1, 20))
 def test_regions_address_what_the_copy_does(case: tuple[tuple[int, ...], Copy], limit: int) -> None:
     shape, copy = case

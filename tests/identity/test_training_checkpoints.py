@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.foreign_checkpoints import build_model, write_dcp, write_deepspeed
 from tests.ranks import rank_outcomes, run_ranks
-from tests.trained import build, write_dcp, write_deepspeed
 from zerostart.checkpoint.source import open_catalog
 from zerostart.errors import CheckpointError
 
@@ -24,7 +24,7 @@ def load_whole(source: str, engine: str, stage: int) -> dict[str, torch.Tensor] 
 
 def _meta() -> Any:
     with torch.device("meta"):
-        return build()
+        return build_model()
 
 
 def assert_equal(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.drawn import examples
+from tests.hypothesis_settings import count_examples
 from tests.recipe.graphs import operations
 from tests.recipe.shards import compare, recipe_of, symbols_of
 from zerostart.errors import ConversionError
@@ -131,7 +131,7 @@ CALCULATIONS: dict[str, Step] = {
 }
 
 
-@settings(max_examples=examples(50, 1500))
+@settings(max_examples=count_examples(50, 1500))
 @given(st.data())
 def test_random_mixtures_of_moves_and_arithmetic(data: st.DataObject) -> None:
     shape = data.draw(st.lists(st.sampled_from([1, 2, 3, 4, 6, 8]), min_size=1, max_size=3))

@@ -5,13 +5,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.drawn import examples
+from tests.hypothesis_settings import count_examples
 from tests.recipe.graphs import Graph, element_numbers, graphs, run_copies
 from zerostart import geometry
 from zerostart.recipe import SymbolicTensor
 
 
-@settings(max_examples=examples(130, 4000))
+@settings(max_examples=count_examples(130, 4000))
 @given(graphs())
 def test_traced_graphs_equal_eager_torch(graph: Graph) -> None:
     for symbolic, eager in graph.results:
@@ -19,7 +19,7 @@ def test_traced_graphs_equal_eager_torch(graph: Graph) -> None:
         assert torch.equal(element_numbers(symbolic, graph.sources), eager)
 
 
-@settings(max_examples=examples(100, 3000))
+@settings(max_examples=count_examples(100, 3000))
 @given(graphs(), st.data())
 def test_any_run_of_the_row_major_order_is_pulled_back(graph: Graph, data: st.DataObject) -> None:
     symbolic, eager = graph.results[-1]

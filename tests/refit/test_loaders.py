@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.drawn import examples
+from tests.hypothesis_settings import count_examples
 from tests.recipe.graphs import operations
 from zerostart import geometry
 from zerostart.errors import ConversionError
@@ -164,7 +164,7 @@ def shares(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr() and not overlaps
 
 
-@settings(max_examples=examples(150, 4000))
+@settings(max_examples=count_examples(150, 4000))
 @given(programs())
 def test_a_traced_loader_fills_what_it_fills_eagerly(
     program: tuple[

@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.drawn import examples
+from tests.hypothesis_settings import count_examples
 from zerostart.refit.image import ByteSet
 
 Row = tuple[int, int, int, int]
@@ -45,7 +45,7 @@ def content(runs: ByteSet) -> set[int]:
     return actual
 
 
-@settings(max_examples=examples(400), deadline=None)
+@settings(max_examples=count_examples(400), deadline=None)
 @given(rows, rows, st.integers(0, 300), st.integers(0, 300))
 def test_runs_are_sets_of_bytes(a: list[Row], b: list[Row], low: int, high: int) -> None:
     one, other = ByteSet.of(a), ByteSet.of(b)

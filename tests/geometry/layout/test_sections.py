@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from tests.drawn import examples
 from tests.geometry.layout.test_layouts import placed
+from tests.hypothesis_settings import count_examples
 from zerostart.geometry.layout import (
     Layout,
     Ranges,
@@ -74,7 +74,7 @@ def test_a_packed_section_is_the_strided_shard_of_dtensor(each: int, parts: int,
         )
 
 
-@settings(max_examples=examples(70, 2000))
+@settings(max_examples=count_examples(70, 2000))
 @given(shapes, st.data(), st.integers(1, 3), st.integers(1, 3))
 def test_sections_and_layouts_nest(shape: list[int], data: st.DataObject, across: int, owners: int) -> None:
     """A mesh axis, then the engine's own cut: each applied to the real local tensor in turn."""

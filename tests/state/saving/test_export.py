@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.foreign_checkpoints import write_dcp, write_deepspeed
 from tests.ranks import run_ranks
 from tests.tiny import TinyCheckpoints
-from tests.trained import write_dcp, write_deepspeed
 from zerostart.cli import main
 from zerostart.state.converting.convert import convert
 

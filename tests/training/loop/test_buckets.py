@@ -11,7 +11,7 @@ from accelerate.data_loader import BatchSamplerShard, SeedableRandomSampler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.drawn import examples
+from tests.hypothesis_settings import count_examples
 from zerostart.training.config.configuration import CheckpointConfig, TrainingConfig
 from zerostart.training.loop import checkpoints
 from zerostart.training.loop.batches import Buckets, convert_epochs
@@ -27,7 +27,7 @@ def epoch_of(buckets, epoch):
 
 
 @given(shapes=SHAPES, epoch=st.integers(0, 5), **SIZES)
-@settings(max_examples=examples(100))
+@settings(max_examples=count_examples(100))
 def test_whole_steps_of_batches_of_one_shape(shapes, batch_size, step, seed, epoch):
     buckets = Buckets(shapes, batch_size, step, seed)
     batches = epoch_of(buckets, epoch)
@@ -50,7 +50,7 @@ def test_whole_steps_of_batches_of_one_shape(shapes, batch_size, step, seed, epo
 
 
 @given(shapes=SHAPES, epoch=st.integers(0, 3), start=st.integers(0, 40), **SIZES)
-@settings(max_examples=examples(100))
+@settings(max_examples=count_examples(100))
 def test_a_step_has_the_same_examples_on_any_number_of_ranks(shapes, batch_size, step, seed, epoch, start):
     """As accelerate divides them; and from where a run on another number of ranks has stopped."""
     whole = epoch_of(Buckets(shapes, batch_size, step, seed), epoch)
@@ -83,7 +83,7 @@ class _Told:
 
 
 @given(count=st.integers(1, 50), epoch=st.integers(0, 3), **SIZES)
-@settings(max_examples=examples(100))
+@settings(max_examples=count_examples(100))
 def test_examples_of_one_shape_come_as_accelerate_shuffles_them(count, batch_size, step, seed, epoch):
     sampler = SeedableRandomSampler(range(count), data_seed=seed)
     sampler.set_epoch(epoch)
@@ -143,7 +143,7 @@ def test_going_on_in_another_order_is_told(shapes, batch_size, step, warned, mon
     batch_size=st.integers(1, 3),
     epochs=st.integers(1, 3),
 )
-@settings(max_examples=examples(100))
+@settings(max_examples=count_examples(100))
 def test_epochs_are_the_steps_that_going_over_the_data_takes(shapes, ranks, accumulation, batch_size, epochs):
     """Counted by going over what torch and accelerate give a rank."""
     batches = Buckets(shapes, batch_size, ranks * accumulation, 0)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from tests.drawn import examples
+from tests.hypothesis_settings import count_examples
 from zerostart.checkpoint.source import open_catalog
 from zerostart.geometry.layout import Layout, dimension_shard, flat_partition, packed, replicated
 from zerostart.recipe import Recipe, SymbolicTensor, Target
@@ -32,7 +32,7 @@ def _conversions(symbols: dict[str, SymbolicTensor], experts: int) -> dict[str, 
     return result
 
 
-@settings(max_examples=examples(40, 1500))
+@settings(max_examples=count_examples(40, 1500))
 @given(data=st.data(), world=st.integers(1, 9), direct=st.booleans())
 def test_counts_equal_the_plans(tmp_path: Path, data: st.DataObject, world: int, direct: bool) -> None:
     experts, rows, columns = (data.draw(st.integers(1, n)) for n in (5, 7, 9))

@@ -1,4 +1,4 @@
-"""Training a small model with other tools, and what they save of it."""
+"""Checkpoints of a small model in the own formats of DeepSpeed and torch."""
 
 import contextlib
 from typing import Any
@@ -17,23 +17,23 @@ SIZES = {
 }
 
 
-def config() -> Any:
+def model_config() -> Any:
     from transformers import AutoConfig
 
     return AutoConfig.for_model("qwen3", tie_word_embeddings=True, **SIZES)
 
 
-def build() -> Any:
+def build_model() -> Any:
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config())
+    model = AutoModelForCausalLM.from_config(model_config())
     model.register_buffer("steps_seen", torch.arange(3.0))
     return model
 
 
 def write_deepspeed(out: str, stage: int, bf16: bool, frozen: bool) -> None:
-    """Train two steps with stock DeepSpeed, two parameter groups, and save."""
+    """Train two steps with two parameter groups and save."""
     import deepspeed
 
     settings: dict[str, Any] = {
@@ -43,7 +43,7 @@ def write_deepspeed(out: str, stage: int, bf16: bool, frozen: bool) -> None:
         "bf16": {"enabled": bf16},
     }
     with deepspeed.zero.Init(config_dict_or_path=settings) if stage == 3 else contextlib.nullcontext():
-        model = build()
+        model = build_model()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not (frozen and "mlp" in name))
     trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
@@ -59,17 +59,17 @@ def write_deepspeed(out: str, stage: int, bf16: bool, frozen: bool) -> None:
         engine.step()
     engine.save_checkpoint(out)
     if dist.get_rank() == 0:
-        config().save_pretrained(out)
+        model_config().save_pretrained(out)
 
 
 def write_dcp(out: str, wrapped: bool) -> dict[str, torch.Tensor] | None:
-    """Shard by FSDP2, save by torch's own, and give the whole state dict on rank 0."""
+    """Train one step with FSDP2, save, and return the full state dict on rank 0."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    model = build()
+    model = build_model()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
@@ -80,9 +80,9 @@ def write_dcp(out: str, wrapped: bool) -> dict[str, torch.Tensor] | None:
     optimizer.step()
     weights, states = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optim": states} if wrapped else weights, checkpoint_id=out)
-    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    full_state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if dist.get_rank() == 0:
         model.config.architectures = ["Qwen3ForCausalLM"]
         model.config.save_pretrained(out)
-        return whole
+        return full_state
     return None
