@@ -1,4 +1,4 @@
-"""Offloaded models: the values of the whole model, out of a window that keeps its limit."""
+"""Offloaded models: outputs equal to the resident model's, within the memory limit of a window."""
 
 import os
 from pathlib import Path
@@ -29,16 +29,16 @@ CPU = torch.device("cpu")
 IDS = torch.tensor([[4, 5, 119, 0, 0], [7, 7, 1, 2, 3]])
 
 
-def offloaded(
+def load_model(
     source: Path,
     model: Any,
     limit: int | Window | None,
     dtype: torch.dtype | None = None,
     kind: str = "offload",
-    **placed: Any,
+    **placement_options: Any,
 ) -> tuple[Any, Window]:
     window = limit if isinstance(limit, Window) else Window(limit or 0, CPU)
-    placement = zerostart.Placement(kind, **placed)
+    placement = zerostart.Placement(kind, **placement_options)
     request = Request(
         source=str(source), model=model, engine="fsdp2", zero_stage=0, dtype=dtype, progress=False
     )
@@ -53,33 +53,33 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, nn.Module]:
     return path, model
 
 
-def nbytes(module: nn.Module) -> int:
+def count_bytes(module: nn.Module) -> int:
     return sum(p.numel() * p.element_size() for p in module.parameters())
 
 
 @pytest.mark.parametrize("store", ["disk", "host"])
 @pytest.mark.parametrize("share", [None, 2.0, 0.6, 0.3])
-def test_values_are_those_of_the_whole_model_within_any_limit(
+def test_outputs_equal_the_resident_model_within_any_limit(
     share: float | None, store: str, encoder: tuple[Path, nn.Module]
 ) -> None:
     path, whole = encoder
-    limit = None if share is None else int(share * nbytes(whole))
-    model, window = offloaded(path, UMT5EncoderModel, limit, store=store)
+    limit = None if share is None else int(share * count_bytes(whole))
+    model, window = load_model(path, UMT5EncoderModel, limit, store=store)
     assert {n: (p.shape, p.dtype, p.device) for n, p in model.named_parameters()} == {
         n: (p.shape, p.dtype, p.device) for n, p in whole.named_parameters()
     }
     fetches = []
     for grad in (torch.no_grad(), torch.inference_mode(), torch.enable_grad()):
         with grad:
-            made = model(IDS).last_hidden_state
-        assert torch.equal(made, whole(IDS).last_hidden_state)
+            output = model(IDS).last_hidden_state
+        assert torch.equal(output, whole(IDS).last_hidden_state)
         assert window.used <= window.highest <= window.limit
         fetches.append(window.fetches)
     assert limit is None or window.limit == limit
     if share == 2.0:
-        assert fetches[0] == fetches[2]  # all of it stays
+        assert fetches[0] == fetches[2]  # all weights stay resident
     if share == 0.6:
-        assert fetches[2] - fetches[1] < fetches[0]  # some has stayed
+        assert fetches[2] - fetches[1] < fetches[0]  # some weights stay resident
     release(model)
     assert window.used == 0
 
@@ -91,7 +91,7 @@ def test_models_share_a_window(encoder: tuple[Path, nn.Module], tmp_path: Path) 
     whole.save_pretrained(tmp_path)
     path, text = encoder
     pixels = torch.randn(1, 3, 8, 8)
-    for limit in (None, nbytes(text) // 4):
+    for limit in (None, count_bytes(text) // 4):
         window = Window(limit or 0, CPU)
         request = {"engine": "fsdp2", "zero_stage": 0, "progress": False}
         first, second = (
@@ -111,10 +111,10 @@ def test_models_share_a_window(encoder: tuple[Path, nn.Module], tmp_path: Path) 
 
 
 @pytest.mark.parametrize("kind", ["offload", "replicate"])
-def test_precision_at_rest_and_in_computing(kind: str, encoder: tuple[Path, nn.Module]) -> None:
-    """fp8 at rest, bf16 in computing: the numbers of the matrices rounded so."""
+def test_storage_and_compute_dtype_may_differ(kind: str, encoder: tuple[Path, nn.Module]) -> None:
+    """Weights stored in fp8 and computed in bf16 equal those rounded to fp8."""
     path, _ = encoder
-    eight = torch.float8_e4m3fn
+    fp8 = torch.float8_e4m3fn
     plain = UMT5EncoderModel.from_pretrained(path, dtype=torch.bfloat16)
     stored = UMT5EncoderModel.from_pretrained(path)
     with torch.no_grad():
@@ -122,16 +122,16 @@ def test_precision_at_rest_and_in_computing(kind: str, encoder: tuple[Path, nn.M
             plain.named_parameters(), stored.named_parameters(), strict=True
         ):
             if parameter.dim() > 1 and parameter.dtype == torch.bfloat16:
-                parameter.copy_(before.to(eight).to(torch.bfloat16))
+                parameter.copy_(before.to(fp8).to(torch.bfloat16))
                 assert not torch.equal(parameter.float(), before), name
     store = {"store": "host"} if kind == "offload" else {}
-    model, _ = offloaded(
+    model, _ = load_model(
         path,
         UMT5EncoderModel,
-        nbytes(plain) // 2,
+        count_bytes(plain) // 2,
         torch.bfloat16,
         kind=kind,
-        storage_dtype=eight,
+        storage_dtype=fp8,
         compute_dtype=torch.bfloat16,
         **store,
     )
@@ -139,11 +139,11 @@ def test_precision_at_rest_and_in_computing(kind: str, encoder: tuple[Path, nn.M
         assert torch.equal(model(IDS).last_hidden_state, plain(IDS).last_hidden_state)
 
 
-def test_what_cannot_be_is_told(encoder: tuple[Path, nn.Module], tmp_path: Path) -> None:
+def test_unsupported_uses_are_refused(encoder: tuple[Path, nn.Module], tmp_path: Path) -> None:
     path, whole = encoder
     with pytest.raises(ConfigError, match=r"shared needs \d+ bytes at once.*raise it by \d+"):
-        offloaded(path, UMT5EncoderModel, 400)
-    model, window = offloaded(path, UMT5EncoderModel, nbytes(whole) // 3)
+        load_model(path, UMT5EncoderModel, 400)
+    model, window = load_model(path, UMT5EncoderModel, count_bytes(whole) // 3)
     weight = model.encoder.block[0].layer[1].DenseReluDense.wo.weight
     with pytest.raises(
         EngineError, match=r"block\.0.*wo\.weight is offloaded, and its values are in memory only during"
@@ -168,27 +168,27 @@ def test_what_cannot_be_is_told(encoder: tuple[Path, nn.Module], tmp_path: Path)
     assert all(weight.users == 0 for weight in window._resident)
 
 
-def test_a_file_that_is_changed_is_told(encoder: tuple[Path, nn.Module], tmp_path: Path) -> None:
+def test_changed_file_is_refused(encoder: tuple[Path, nn.Module], tmp_path: Path) -> None:
     _, whole = encoder
     whole.save_pretrained(tmp_path)
-    model, _ = offloaded(tmp_path, UMT5EncoderModel, nbytes(whole) // 3)
+    model, _ = load_model(tmp_path, UMT5EncoderModel, count_bytes(whole) // 3)
     file = tmp_path / "model.safetensors"
     os.utime(file, ns=(1, 1))
     with pytest.raises(ReadError, match=r"model\.safetensors was changed.*keep it as it is"), torch.no_grad():
         model(IDS)
 
 
-def test_what_a_checkpoint_lacks_is_refused(encoder: tuple[Path, nn.Module], tmp_path: Path) -> None:
+def test_missing_tensors_are_refused(encoder: tuple[Path, nn.Module], tmp_path: Path) -> None:
     _, whole = encoder
     whole.config.save_pretrained(tmp_path)
     state = {n: t.clone() for n, t in whole.state_dict().items() if "block.1" not in n and "embed" not in n}
     save_file(state, tmp_path / "model.safetensors")
     with pytest.raises(zerostart.ZerostartError, match=r"block\.1"):
-        offloaded(tmp_path, UMT5EncoderModel, 1 << 20)
+        load_model(tmp_path, UMT5EncoderModel, 1 << 20)
 
 
-def sparse_encoder(path: Path, **sizes: Any) -> Path:
-    """A UMT5 encoder of zeros that take no place on the disk."""
+def write_sparse_encoder(path: Path, **sizes: Any) -> Path:
+    """Write a UMT5 encoder of zeros in sparse files."""
     from transformers import UMT5Config
 
     config = UMT5Config(**sizes)
@@ -198,24 +198,24 @@ def sparse_encoder(path: Path, **sizes: Any) -> Path:
     return path / "model"
 
 
-def run_measured(path: Path, limit: int, cap: int) -> tuple[int, int]:
-    """The most anonymous memory that a load and two forwards took, and what the window held at most."""
-    small = sparse_encoder(
+def measure_peaks(path: Path, limit: int, cap: int) -> tuple[int, int]:
+    """Return the peak bytes of host memory and of the window over two forwards."""
+    small = write_sparse_encoder(
         path / f"small-{os.getpid()}", vocab_size=8, d_model=8, d_kv=4, d_ff=8, num_layers=1
     )
-    for source, most in ((small, 1 << 20), (path / "model", limit)):  # what is imported is no part of it
+    for source, window_bytes in ((small, 1 << 20), (path / "model", limit)):  # the first run does the imports
         with capped(cap), PeakMeter(CPU, interval=0.005) as meter, torch.no_grad():
-            model, window = offloaded(source, UMT5EncoderModel, most, store="disk")
+            model, window = load_model(source, UMT5EncoderModel, window_bytes, store="disk")
             for _ in range(2):
                 assert model(torch.tensor([[1, 2, 3]])).last_hidden_state.isfinite().all()
     return meter.host_bytes, window.highest
 
 
 @pytest.mark.slow
-def test_resident_memory_keeps_the_limit(tmp_path: Path) -> None:
-    """134 MB in blocks of 33 MB, of which 24 may be resident."""
+def test_resident_memory_stays_within_the_limit(tmp_path: Path) -> None:
+    """The model has 134 MB in blocks of 33 MB; 24 MB may be resident."""
     sizes = {"vocab_size": 64, "d_model": 1024, "d_kv": 64, "num_heads": 8, "d_ff": 2048, "num_layers": 4}
-    sparse_encoder(tmp_path, **sizes)
-    ((peak, highest),) = run_ranks(run_measured, 1, tmp_path, 24 * MIB, 160 * MIB)
+    write_sparse_encoder(tmp_path, **sizes)
+    ((peak, highest),) = run_ranks(measure_peaks, 1, tmp_path, 24 * MIB, 160 * MIB)
     assert 12 * MIB < highest <= 24 * MIB
     assert peak <= (24 + 64) * MIB

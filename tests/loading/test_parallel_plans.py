@@ -1,4 +1,4 @@
-"""Plans with experts and tensors cut: every element once a group, only a rank's own bytes, refusals."""
+"""Plans with expert and tensor parallelism: coverage of elements, bytes read, refusals."""
 
 from pathlib import Path
 
@@ -15,10 +15,10 @@ from zerostart.errors import ConfigError
 from zerostart.geometry.layout import Mesh
 
 
-def meta_model(kind: str, **options: object) -> nn.Module:
-    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "moe_intermediate_size": 8}
-    more = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 4}
-    config = AutoConfig.for_model(kind, **{**sizes, **more, **options})
+def build_meta_model(kind: str, **options: object) -> nn.Module:
+    widths = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "moe_intermediate_size": 8}
+    attention = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 4}
+    config = AutoConfig.for_model(kind, **{**widths, **attention, **options})
     with torch.device("meta"):
         model: nn.Module = AutoModelForCausalLM.from_config(config)
     return model
@@ -29,7 +29,7 @@ def meta_model(kind: str, **options: object) -> nn.Module:
 @pytest.mark.parametrize(
     ("world", "expert", "tensor"), [(4, 2, 1), (4, 4, 1), (8, 2, 1), (6, 3, 1), (4, 1, 2)]
 )
-def test_the_ranks_hold_every_element_as_often_as_the_mesh_repeats_it(
+def test_ranks_hold_each_element_as_often_as_the_mesh_replicates_it(
     kind: str, engine: str, world: int, expert: int, tensor: int
 ) -> None:
     if tensor > 1 and engine == "deepspeed":
@@ -42,44 +42,46 @@ def test_the_ranks_hold_every_element_as_often_as_the_mesh_repeats_it(
     if kind == "deepseek_v3":
         experts = {"n_routed_experts": 8, "n_group": 1, "topk_group": 1, "q_lora_rank": 8, "kv_lora_rank": 8}
         experts |= {"qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4, "first_k_dense_replace": 1}
-    model = meta_model(kind, **experts)
-    made = resolve_engine(engine, 3, None, Mesh(world, expert, tensor))
-    parallelism = made.parallelism(model)
-    placements = made.placements(model, parallelism)
+    model = build_meta_model(kind, **experts)
+    resolved = resolve_engine(engine, 3, None, Mesh(world, expert, tensor))
+    parallelism = resolved.parallelism(model)
+    placements = resolved.placements(model, parallelism)
     for name, parameter in model.named_parameters():
-        held = torch.zeros(parameter.numel(), dtype=torch.int64)
+        counts = torch.zeros(parameter.numel(), dtype=torch.int64)
         for rank in range(world):
             for first, count, _ in placements.layout(name, rank).runs():
-                held[first : first + count] += 1
+                counts[first : first + count] += 1
         repeats = 1 if parallelism.cut(name) is not None else tensor
-        assert torch.equal(held, torch.full_like(held, repeats)), name
+        assert torch.equal(counts, torch.full_like(counts, repeats)), name
         if ".experts." in name and expert > 1:
             assert parallelism.is_expert(name)
 
 
 @pytest.mark.parametrize("engine", ["deepspeed", "fsdp2"])
-def test_a_rank_reads_its_own_experts_alone(checkpoints: TinyCheckpoints, engine: str) -> None:
+def test_rank_reads_only_its_own_experts(checkpoints: TinyCheckpoints, engine: str) -> None:
     path = checkpoints("qwen3_moe", torch.float32)
     whole = zerostart.plan(path, world_size=1, engine=engine)
-    cut = zerostart.plan(path, world_size=3, engine=engine, expert_parallel=3)
+    sharded = zerostart.plan(path, world_size=3, engine=engine, expert_parallel=3)
     # 5 experts on 3 ranks: the last has one. An expert is read by the one rank that owns it.
-    assert sum(r.read_bytes for r in cut.ranks) == pytest.approx(whole.ranks[0].read_bytes, rel=0.01)
-    assert cut.ranks[0].device_bytes == cut.ranks[1].device_bytes > cut.ranks[2].device_bytes
+    assert sum(r.read_bytes for r in sharded.ranks) == pytest.approx(whole.ranks[0].read_bytes, rel=0.01)
+    assert sharded.ranks[0].device_bytes == sharded.ranks[1].device_bytes > sharded.ranks[2].device_bytes
 
 
 @pytest.mark.parametrize(
     ("kind", "options"),
     [("mixtral", {"expert_parallel": 2}), ("qwen3", {"tensor_parallel": 2, "engine": "fsdp2"})],
 )
-def test_one_rank_alone_has_the_same_plan(kind: str, options: dict[str, object], tmp_path: Path) -> None:
+def test_plan_of_one_rank_is_its_part_of_the_full_plan(
+    kind: str, options: dict[str, object], tmp_path: Path
+) -> None:
     path = checkpoint(kind, tmp_path)
-    every = zerostart.plan(path, world_size=4, **options)  # type: ignore[arg-type]
+    full = zerostart.plan(path, world_size=4, **options)  # type: ignore[arg-type]
     for rank in range(4):
-        alone = zerostart.plan(path, world_size=4, rank=rank, **options)  # type: ignore[arg-type]
-        assert alone.ranks == (every.ranks[rank],)
+        single = zerostart.plan(path, world_size=4, rank=rank, **options)  # type: ignore[arg-type]
+        assert single.ranks == (full.ranks[rank],)
 
 
-def test_experts_without_a_plan(tmp_path: Path) -> None:
+def test_experts_without_a_plan_are_refused(tmp_path: Path) -> None:
     class Experts(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -1,4 +1,4 @@
-"""The page of a forecast: its figures are those of the plan, and text stays text."""
+"""HTML page of a forecast: figures of the plan and escaped names."""
 
 from pathlib import Path
 
@@ -15,32 +15,32 @@ from zerostart.loading.forecast.page import page_of
 HOSTILE = "a</script><img src=x onerror=alert(1)>\"' &amp;"
 
 
-def test_figures_are_those_of_the_plan(checkpoints: TinyCheckpoints) -> None:
-    made = zerostart.plan(checkpoints("qwen3_moe", torch.bfloat16), 4, zero_stage=2, device_memory=10**6)
-    page = page_of(made, "source")
+def test_page_shows_the_figures_of_the_plan(checkpoints: TinyCheckpoints) -> None:
+    plan = zerostart.plan(checkpoints("qwen3_moe", torch.bfloat16), 4, zero_stage=2, device_memory=10**6)
+    page = page_of(plan, "source")
     assert "<strong>does not fit</strong>: device memory" in page
-    for memory in made.ranks[0].memory.values():
+    for memory in plan.ranks[0].memory.values():
         for name, nbytes in {**memory.host, **memory.device}.items():
             assert f'title="{name} {decimal(nbytes)}"' in page
     assert page.count("<script") == 0
 
 
-def test_names_of_a_stranger_are_text(tmp_path: Path) -> None:
+def test_names_are_escaped(tmp_path: Path) -> None:
     save_file({HOSTILE: torch.ones(2), "weight": torch.ones(1, 1)}, tmp_path / "model.safetensors")
-    made = zerostart.plan(tmp_path / "model.safetensors", 1, model=lambda: torch.nn.Linear(1, 1))
-    page = page_of(made, HOSTILE)
+    plan = zerostart.plan(tmp_path / "model.safetensors", 1, model=lambda: torch.nn.Linear(1, 1))
+    page = page_of(plan, HOSTILE)
     assert "<img" not in page
     assert "<script" not in page
     assert "&lt;img src=x" in page
 
 
-def test_the_command_writes_a_page(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
+def test_plan_command_writes_a_page(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
     import typer
 
-    from zerostart.cli.plan import command as plan
+    from zerostart.cli.plan import command
 
     application = typer.Typer()
-    application.command()(plan)
+    application.command()(command)
     file = tmp_path / "plan.html"
     common = [str(checkpoints("qwen3")), "--world-size", "2", "--html"]
     assert CliRunner().invoke(application, [*common, str(file)]).exit_code == 0
