@@ -8,6 +8,7 @@
 #   make next            identity, adoption, state and upstream with the newest releases, in .venv-next
 #   make check           ruff, mypy, import-linter, the limit of code lines
 #   make docs            the documentation site, in build/site
+#   make reference       the generated pages and tables of the documentation
 #   make bench           the load benchmark beside other routes
 #   make serving         real inference engines that take pushed weights (tests/serving), in an environment of their own
 #   make gpu-check       what only an accelerator can show
@@ -31,7 +32,7 @@ export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(VENV)/torch_extensions
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-diffusion test check docs bench gpu-check upstream nightly conformance constraints next serving clean
+.PHONY: help install demo demo-diffusion test check docs reference bench gpu-check upstream nightly conformance constraints next serving clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -72,9 +73,14 @@ check: $(STAMP)
 	$(BIN)/lint-imports
 	$(BIN)/python .ci/code_lines.py
 
-# What is generated on it (commands, keys, figures) is made anew every time; a warning is an error.
+# A stale generated page and a warning are errors.
 docs: $(STAMP)
+	$(BIN)/python docs/_site/reference.py --check
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet --fresh-env docs build/site
+
+# Commands, keys, Python, figures: the generated parts of the documentation.
+reference: $(STAMP)
+	$(BIN)/python docs/_site/reference.py
 
 bench: $(STAMP) build/peers
 	$(BIN)/python benchmarks/load.py

@@ -1,37 +1,23 @@
 """The documentation site: Sphinx over the Markdown pages of this folder (``make docs``)."""
 
-import sys
+import re
 from importlib import metadata
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent / "_site"))
-
-import pages
 
 project = "zerostart"
 author = "the zerostart authors"
 copyright = author
 release = version = metadata.version("zerostart")
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+extensions = ["myst_parser", "sphinx_copybutton"]
 exclude_patterns = ["_site", "patches"]
 root_doc = "index"
-suppress_warnings = ["ref.python"]
-# What is written is what is shown: an option's two dashes are two dashes.
+# Keep two dashes of an option.
 smartquotes = False
 
 myst_heading_anchors = 4
 
-autodoc_typehints = "description"
-autodoc_typehints_description_target = "documented_params"
-autodoc_member_order = "bysource"
-# Types are shown as they are written, so that no library has to be imported for one.
-autodoc_use_type_comments = False
-python_use_unqualified_type_names = True
-napoleon_google_docstring = True
-napoleon_numpy_docstring = False
-
-# Commands and files are copied; what a program printed is not.
+# Commands and files can be copied, but not printed output.
 copybutton_selector = "div.highlight:not(.highlight-text *) pre"
 
 html_theme = "furo"
@@ -41,14 +27,24 @@ html_copy_source = False
 html_static_path = ["_site/static"]
 html_css_files = ["site.css"]
 html_favicon = "_site/static/favicon.svg"
-html_theme_options = {
-    "source_repository": f"{pages.REPOSITORY}/",
-    "source_branch": "main",
-    "source_directory": "docs/",
-    "top_of_page_buttons": ["view"],
-}
+
+
+def name_outside_files(_app: object, page: str, source: list[str]) -> None:
+    """Replace links to files outside this folder, which the site does not have, by their paths."""
+    docs = Path(__file__).parent
+
+    def replace(match: re.Match[str]) -> str:
+        target = ((docs / page).parent / match["path"]).resolve()
+        if target.is_relative_to(docs) or not target.exists():
+            return match[0]
+        path = str(target.relative_to(docs.parent))
+        title = match["title"]
+        return title if path in title else f"{title} in `{path}`"
+
+    source[0] = re.sub(
+        r"\[(?P<title>[^\]\n]*(?:\n[^\]\n]*)?)\]\((?P<path>\.\./[\w./-]+)(?:#[\w-]+)?\)", replace, source[0]
+    )
 
 
 def setup(app: object) -> None:
-    """Fill in what is generated, and lead links out of this folder to the repository."""
-    app.connect("source-read", pages.prepare)  # type: ignore[attr-defined]
+    app.connect("source-read", name_outside_files)  # type: ignore[attr-defined]
