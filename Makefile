@@ -6,7 +6,7 @@
 #   make nightly         everything that `make test` leaves out: most tests with processes, conformance, random search
 #   make constraints     constraints/torch-*.txt anew, by pip: what is installed beside each torch that is known
 #   make next            identity, adoption, state and upstream with the newest releases, in .venv-next
-#   make check           ruff, mypy, import-linter, the limit of code lines
+#   make check           ruff, mypy, import-linter, the limit of code lines, the subjects of commits
 #   make docs            the documentation site, in build/site
 #   make reference       the generated pages and tables of the documentation
 #   make bench           the load benchmark beside other routes
@@ -72,6 +72,7 @@ check: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python .ci/code_lines.py
+	$(BIN)/python .ci/commit_subjects.py
 
 # A stale generated page and a warning are errors.
 docs: $(STAMP)
