@@ -1,4 +1,4 @@
-"""Small components of diffusers and transformers, by the families of the pipelines that they are in."""
+"""Small components of diffusers and transformers, by pipeline family."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Component:
-    """A class, its configuration, and a call; ``library`` is where the class is."""
+    """Class of a small model in ``library``, its configuration, and a forward call."""
 
     kind: str
     config: Mapping[str, Any]
@@ -19,16 +19,16 @@ class Component:
     library: str = "diffusers"
 
     def build(self) -> nn.Module:
-        """The unsharded model."""
-        kind = self.find()
+        """Build the unsharded model."""
+        kind = self.find_class()
         if self.library == "diffusers":
-            made: nn.Module = kind(**self.config)
+            model: nn.Module = kind(**self.config)
         else:
-            made = kind(kind.config_class(**self.config))
-        return made
+            model = kind(kind.config_class(**self.config))
+        return model
 
-    def find(self) -> Any:
-        """The class."""
+    def find_class(self) -> Any:
+        """Import the class."""
         import importlib
 
         return getattr(importlib.import_module(self.library), self.kind)
@@ -38,23 +38,25 @@ def noise(*shape: int, seed: int = 5) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def wan(model: Any, **more: Any) -> Any:
-    image = {"encoder_hidden_states_image": noise(1, 5, 13)} if model.config.image_dim else {}
+def call_wan(model: Any, **options: Any) -> Any:
+    image_embeds = {"encoder_hidden_states_image": noise(1, 5, 13)} if model.config.image_dim else {}
     latents = noise(1, model.config.in_channels, 3, 4, 4)
-    return model(latents, torch.tensor([500]), noise(1, 6, 16), **image, **more, return_dict=False)
+    return model(latents, torch.tensor([500]), noise(1, 6, 16), **image_embeds, **options, return_dict=False)
 
 
-def wan_of_tokens(model: Any) -> Any:
-    """Each token has a time of its own, as in the model that makes videos of a first frame."""
+def call_wan_with_token_times(model: Any) -> Any:
+    """Call with one timestep per token, as Wan2.2 5B does for image-to-video."""
     times = torch.arange(12).mul(80)[None]
     return model(noise(1, 4, 3, 4, 4), times, noise(1, 6, 16), return_dict=False)
 
 
-def vace(model: Any) -> Any:
-    return wan(model, control_hidden_states=noise(1, 6, 3, 4, 4), control_hidden_states_scale=torch.ones(2))
+def call_vace(model: Any) -> Any:
+    return call_wan(
+        model, control_hidden_states=noise(1, 6, 3, 4, 4), control_hidden_states_scale=torch.ones(2)
+    )
 
 
-def qwen(model: Any) -> Any:
+def call_qwen(model: Any) -> Any:
     return model(
         noise(1, 16, 16),
         timestep=torch.tensor([0.5]),
@@ -65,8 +67,8 @@ def qwen(model: Any) -> Any:
     )
 
 
-def qwen_edit(model: Any) -> Any:
-    """Two images to start from, as Edit-2509 takes."""
+def call_qwen_edit(model: Any) -> Any:
+    """Call with two edit images, as Qwen-Image-Edit-2509."""
     return model(
         noise(1, 40, 16),
         timestep=torch.tensor([0.5]),
@@ -77,7 +79,7 @@ def qwen_edit(model: Any) -> Any:
     )
 
 
-def flux(model: Any) -> Any:
+def call_flux(model: Any) -> Any:
     return model(
         noise(1, 16, 4),
         encoder_hidden_states=noise(1, 8, 32),
@@ -90,7 +92,7 @@ def flux(model: Any) -> Any:
     )
 
 
-def flux2(model: Any) -> Any:
+def call_flux2(model: Any) -> Any:
     guidance = torch.ones(1) if model.config.guidance_embeds else None
     return model(
         noise(1, 16, 4),
@@ -103,11 +105,11 @@ def flux2(model: Any) -> Any:
     )
 
 
-def z_image(model: Any) -> Any:
+def call_z_image(model: Any) -> Any:
     return model([noise(16, 1, 8, 8)], torch.tensor([0.4]), [noise(6, 16)], return_dict=False)
 
 
-def hunyuan_video(model: Any) -> Any:
+def call_hunyuan_video(model: Any) -> Any:
     return model(
         noise(1, 4, 3, 4, 4),
         timestep=torch.tensor([500.0]),
@@ -119,8 +121,8 @@ def hunyuan_video(model: Any) -> Any:
     )
 
 
-def ltx2(model: Any) -> Any:
-    """The video and the sound, which look at each other."""
+def call_ltx2(model: Any) -> Any:
+    """Call with video and audio latents, which attend to each other."""
     mask = torch.tensor([[1, 1, 1, 1, 1, 0]])
     return model(
         noise(1, 12, 4),
@@ -139,33 +141,33 @@ def ltx2(model: Any) -> Any:
     )
 
 
-def video(depth: int, latent: int, channels: int = 3) -> Callable[[Any], Any]:
-    """9 and 33 frames there, 3 and 9 back, in turn."""
+def make_video_call(depth: int, latent: int, channels: int = 3) -> Callable[[Any], Any]:
+    """Return a call that encodes 9 and 33 frames and decodes 3 and 9."""
 
     def call(vae: Any) -> Any:
-        there = [vae.encode(noise(1, channels, t, 16, 16, seed=t)).latent_dist.mode() for t in (9, 33)]
-        back = [vae.decode(noise(1, depth, t, latent, latent, seed=t)).sample for t in (3, 9)]
-        return [*there, *back]
+        encoded = [vae.encode(noise(1, channels, t, 16, 16, seed=t)).latent_dist.mode() for t in (9, 33)]
+        decoded = [vae.decode(noise(1, depth, t, latent, latent, seed=t)).sample for t in (3, 9)]
+        return [*encoded, *decoded]
 
     return call
 
 
-def image(depth: int, latent: int) -> Callable[[Any], Any]:
+def make_image_call(depth: int, latent: int) -> Callable[[Any], Any]:
     def call(vae: Any) -> Any:
-        there = [vae.encode(noise(1, 3, 16, 16, seed=s)).latent_dist.mode() for s in (1, 2)]
-        return [*there, vae.decode(noise(1, depth, latent, latent)).sample]
+        encoded = [vae.encode(noise(1, 3, 16, 16, seed=s)).latent_dist.mode() for s in (1, 2)]
+        return [*encoded, vae.decode(noise(1, depth, latent, latent)).sample]
 
     return call
 
 
-def tokens(model: Any) -> Any:
+def call_text_encoder(model: Any) -> Any:
     ids = torch.tensor([[3, 7, 11, 2, 1]])
     result = model(input_ids=ids, attention_mask=torch.ones_like(ids), output_hidden_states=True)
     return list(result.hidden_states)
 
 
-def pooled(model: Any) -> Any:
-    """What FLUX.1 takes of CLIP."""
+def call_clip(model: Any) -> Any:
+    """Return the last hidden state and the pooled output, which FLUX.1 uses."""
     ids = torch.tensor([[3, 7, 11, 2, 1]])
     result = model(input_ids=ids, attention_mask=torch.ones_like(ids))
     return [result.last_hidden_state, result.pooler_output]
@@ -244,26 +246,26 @@ _T5: dict[str, Any] = {
 }
 
 
-def _text(kind: str, config: Mapping[str, Any], call: Callable[[Any], Any] = tokens) -> Component:
+def _text(kind: str, config: Mapping[str, Any], call: Callable[[Any], Any] = call_text_encoder) -> Component:
     return Component(kind, config, call, library="transformers")
 
 
 COMPONENTS: dict[str, Component] = {
-    "wan2.1 t2v": Component("WanTransformer3DModel", _WAN, wan, trained=True),
+    "wan2.1 t2v": Component("WanTransformer3DModel", _WAN, call_wan, trained=True),
     "wan2.1 i2v": Component(
         "WanTransformer3DModel",
         {**_WAN, "in_channels": 8, "image_dim": 13, "added_kv_proj_dim": 24},
-        wan,
+        call_wan,
         trained=True,
     ),
     "wan2.1 vace": Component(
         "WanVACETransformer3DModel",
         {**_WAN, "vace_layers": [0, 1], "vace_in_channels": 6},
-        vace,
+        call_vace,
         trained=True,
     ),
-    "wan2.2 5b": Component("WanTransformer3DModel", _WAN, wan_of_tokens, trained=True),
-    "wan2.1 vae": Component("AutoencoderKLWan", _VAE, video(4, 2)),
+    "wan2.2 5b": Component("WanTransformer3DModel", _WAN, call_wan_with_token_times, trained=True),
+    "wan2.1 vae": Component("AutoencoderKLWan", _VAE, make_video_call(4, 2)),
     "wan2.2 vae": Component(
         "AutoencoderKLWan",
         {
@@ -275,12 +277,12 @@ COMPONENTS: dict[str, Component] = {
             "patch_size": 2,
             "scale_factor_spatial": 16,
         },
-        video(4, 1),
+        make_video_call(4, 1),
     ),
     "umt5": _text("UMT5EncoderModel", _T5),
-    "qwen-image": Component("QwenImageTransformer2DModel", _QWEN, qwen, trained=True),
-    "qwen-image-edit": Component("QwenImageTransformer2DModel", _QWEN, qwen_edit, trained=True),
-    "qwen-image vae": Component("AutoencoderKLQwenImage", _VAE, video(4, 2)),
+    "qwen-image": Component("QwenImageTransformer2DModel", _QWEN, call_qwen, trained=True),
+    "qwen-image-edit": Component("QwenImageTransformer2DModel", _QWEN, call_qwen_edit, trained=True),
+    "qwen-image vae": Component("AutoencoderKLQwenImage", _VAE, make_video_call(4, 2)),
     "qwen2.5-vl": _text(
         "Qwen2_5_VLForConditionalGeneration",
         {
@@ -297,10 +299,10 @@ COMPONENTS: dict[str, Component] = {
     "flux.1": Component(
         "FluxTransformer2DModel",
         {**_FLUX, "pooled_projection_dim": 32, "axes_dims_rope": (4, 4, 8), "guidance_embeds": True},
-        flux,
+        call_flux,
         trained=True,
     ),
-    "flux.1 vae": Component("AutoencoderKL", _IMAGE_VAE, image(4, 8)),
+    "flux.1 vae": Component("AutoencoderKL", _IMAGE_VAE, make_image_call(4, 8)),
     "clip": _text(
         "CLIPTextModel",
         {
@@ -311,14 +313,14 @@ COMPONENTS: dict[str, Component] = {
             "num_attention_heads": 2,
             "max_position_embeddings": 16,
         },
-        pooled,
+        call_clip,
     ),
     "t5": _text("T5EncoderModel", _T5),
-    "flux.2 dev": Component("Flux2Transformer2DModel", _FLUX2, flux2, trained=True),
+    "flux.2 dev": Component("Flux2Transformer2DModel", _FLUX2, call_flux2, trained=True),
     "flux.2 klein": Component(
-        "Flux2Transformer2DModel", {**_FLUX2, "guidance_embeds": False}, flux2, trained=True
+        "Flux2Transformer2DModel", {**_FLUX2, "guidance_embeds": False}, call_flux2, trained=True
     ),
-    "flux.2 vae": Component("AutoencoderKLFlux2", _IMAGE_VAE, image(4, 8)),
+    "flux.2 vae": Component("AutoencoderKLFlux2", _IMAGE_VAE, make_image_call(4, 8)),
     "mistral3": _text(
         "Mistral3ForConditionalGeneration",
         {
@@ -348,7 +350,7 @@ COMPONENTS: dict[str, Component] = {
             "axes_dims": [8, 4, 4],
             "axes_lens": [256, 32, 32],
         },
-        z_image,
+        call_z_image,
         trained=True,
     ),
     "qwen3": _text("Qwen3ForCausalLM", _TEXT),
@@ -366,7 +368,7 @@ COMPONENTS: dict[str, Component] = {
             "pooled_projection_dim": 20,
             "rope_axes_dim": (4, 4, 4),
         },
-        hunyuan_video,
+        call_hunyuan_video,
         trained=True,
     ),
     "hunyuan-video vae": Component(
@@ -377,7 +379,7 @@ COMPONENTS: dict[str, Component] = {
             "layers_per_block": 1,
             "norm_num_groups": 2,
         },
-        video(4, 2),
+        make_video_call(4, 2),
     ),
     "ltx-2": Component(
         "LTX2VideoTransformer3DModel",
@@ -395,7 +397,7 @@ COMPONENTS: dict[str, Component] = {
             "num_layers": 2,
             "caption_channels": 16,
         },
-        ltx2,
+        call_ltx2,
         trained=True,
     ),
     "ltx-2 vae": Component(
@@ -411,6 +413,6 @@ COMPONENTS: dict[str, Component] = {
             "spatial_compression_ratio": 16,
             "temporal_compression_ratio": 8,
         },
-        video(4, 1),
+        make_video_call(4, 1),
     ),
 }

@@ -1,4 +1,4 @@
-"""One small model of DiffSynth-Studio's own classes: how it is built, stored and called. For ranks alone."""
+"""Description of a small model of DiffSynth-Studio's own classes."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -13,22 +13,22 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Family:
-    """One class: ``model()`` gives it, ``call(model)`` runs it; ``stored`` is the layout of its file.
+    """Class returned by ``model()``, its forward ``call(model)``, and its file layout ``to_file``.
 
-    ``converter`` is the name of DiffSynth's in ``utils.state_dict_converters``, with its module.
+    ``converter`` is a function in DiffSynth's ``utils.state_dict_converters``, as ``module:name``.
     """
 
     model: Callable[[], type[nn.Module]]
     call: Callable[[Any], Any]
     config: Mapping[str, Any] = field(default_factory=dict)
-    stored: Callable[[Tensors], Any] = dict
+    to_file: Callable[[Tensors], Any] = dict
     converter: str = ""
     trained: bool = False
     pth: bool = False
     dtype: torch.dtype = torch.float32
 
-    def convert(self) -> Any:
-        """The converter itself, None without one."""
+    def find_converter(self) -> Any:
+        """Return the converter, or None without one."""
         module, _, name = self.converter.partition(":")
         return (
             getattr(import_module(f"diffsynth.utils.state_dict_converters.{module}"), name) if name else None
@@ -36,18 +36,18 @@ class Family:
 
 
 def noise(*shape: int, seed: int = 5, grad: bool = False) -> torch.Tensor:
-    made = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-    return made.requires_grad_() if grad else made
+    tensor = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    return tensor.requires_grad_() if grad else tensor
 
 
-def prefixed(prefix: str, others: tuple[str, ...] = ()) -> Callable[[Tensors], Tensors]:
-    """Under a prefix, with tensors of another component beside it."""
+def add_prefix(prefix: str, extra_names: tuple[str, ...] = ()) -> Callable[[Tensors], Tensors]:
+    """Return a layout with a name prefix and the extra tensors of another component."""
 
-    def stored(state: Tensors) -> Tensors:
-        return {prefix + n: t for n, t in state.items()} | {n: torch.ones(3) for n in others}
+    def layout(state: Tensors) -> Tensors:
+        return {prefix + n: t for n, t in state.items()} | {n: torch.ones(3) for n in extra_names}
 
-    return stored
+    return layout
 
 
-def without(prefix: str) -> Callable[[Tensors], Tensors]:
+def remove_prefix(prefix: str) -> Callable[[Tensors], Tensors]:
     return lambda state: {name.removeprefix(prefix): tensor for name, tensor in state.items()}

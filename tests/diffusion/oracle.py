@@ -1,6 +1,6 @@
-"""DiffSynth-Studio, where it is installed or lies under ``build/diffsynth`` (``make build/diffsynth``).
+"""Import DiffSynth-Studio from the environment or from ``build/diffsynth`` (``make build/diffsynth``).
 
-It is imported by ranks alone, which end with their test: what it needs beside it (torchvision) changes what
+Only ranks import it, because they end with their test: torchvision, which it needs, changes what
 transformers imports.
 """
 
@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-BESIDE = Path(__file__).parents[2] / "build" / "diffsynth"
-#: What torchvision's Python parts register implementations for, beside a torch that cannot load its library.
+DIFFSYNTH_FOLDER = Path(__file__).parents[2] / "build" / "diffsynth"
+#: Operators for which torchvision's Python code registers implementations, even without its library.
 _OPERATORS = [
     "_deform_conv2d_backward",
     "_ps_roi_align_backward",
@@ -29,32 +29,32 @@ _OPERATORS = [
     "roi_align",
     "roi_pool",
 ]
-_declared: list[torch.library.Library] = []
+_libraries: list[torch.library.Library] = []
 
 
-def _available() -> bool:
-    return (BESIDE / "diffsynth").is_dir() or importlib.util.find_spec("diffsynth") is not None
+def _is_available() -> bool:
+    return (DIFFSYNTH_FOLDER / "diffsynth").is_dir() or importlib.util.find_spec("diffsynth") is not None
 
 
 needs_diffsynth = pytest.mark.skipif(
-    not _available(), reason="DiffSynth-Studio is not here: make build/diffsynth"
+    not _is_available(), reason="DiffSynth-Studio is not installed: make build/diffsynth"
 )
 
 
 @functools.cache
 def import_diffsynth() -> None:
-    """Import it in this process, with the parts of torchvision that it wants."""
-    if BESIDE.is_dir():
-        sys.path.append(str(BESIDE))
+    """Import DiffSynth-Studio in this process, with stand-ins for torchvision's operators."""
+    if DIFFSYNTH_FOLDER.is_dir():
+        sys.path.append(str(DIFFSYNTH_FOLDER))
     declare_operators()
     import diffsynth.core  # noqa: F401
 
 
 @functools.cache
 def declare_operators() -> None:
-    """A torchvision that is built for accelerators cannot load its operators beside a torch for the CPU."""
+    """Declare torchvision's operators: a build for accelerators cannot load them with a CPU torch."""
     if not torch.version.cuda:
         library = torch.library.Library("torchvision", "DEF")
         for name in _OPERATORS:
             library.define(f"{name}(Tensor a) -> Tensor")
-        _declared.append(library)
+        _libraries.append(library)

@@ -1,4 +1,4 @@
-"""DiffSynth-Studio's training scripts, from a checkout, on small pipelines: how they are called."""
+"""Run DiffSynth-Studio's training scripts from a checkout on small pipelines."""
 
 import csv
 import json
@@ -12,19 +12,19 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from tests.diffusion.oracle import BESIDE
-from tests.diffusion.small_pipelines import paths_of
+from tests.diffusion.oracle import DIFFSYNTH_FOLDER
+from tests.diffusion.small_pipelines import get_model_paths
 from tests.integrations.launching import launch
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
-#: Where DiffSynth-Studio is checked out.
-CHECKOUT = "ZEROSTART_DIFFSYNTH"
+FOLDER = Path(__file__).parent
+ROOT = FOLDER.parents[1]
+#: Environment variable with the path of a checkout of DiffSynth-Studio.
+CHECKOUT_VARIABLE = "ZEROSTART_DIFFSYNTH"
 
 
 @dataclass(frozen=True)
-class Family:
-    """One script: its options for tokenizers, and what DiffSynth's own command files give its LoRA."""
+class Script:
+    """One script: its tokenizer options and the LoRA options of DiffSynth's command files."""
 
     tokenizers: Mapping[str, str]
     targets: str
@@ -45,24 +45,24 @@ _FLUX2_TARGETS = (
     "to_qkv_mlp_proj,single_transformer_blocks.0.attn.to_out"
 )
 #: The targets are those of DiffSynth's own command files.
-FAMILIES: Mapping[str, Family] = {
-    "wanvideo": Family({"--tokenizer_path": "t5"}, "q,k,v,o,ffn.0,ffn.2", video=True),
-    "qwen_image": Family({"--tokenizer_path": "qwen", "--processor_path": "qwen_vl"}, _QWEN_TARGETS),
-    "flux": Family(
+SCRIPTS: Mapping[str, Script] = {
+    "wanvideo": Script({"--tokenizer_path": "t5"}, "q,k,v,o,ffn.0,ffn.2", video=True),
+    "qwen_image": Script({"--tokenizer_path": "qwen", "--processor_path": "qwen_vl"}, _QWEN_TARGETS),
+    "flux": Script(
         {"--tokenizer_1_path": "clip", "--tokenizer_2_path": "t5"},
         _FLUX_TARGETS,
         lora=("--align_to_opensource_format",),
     ),
-    "flux2": Family({"--tokenizer_path": "qwen"}, _FLUX2_TARGETS),
-    "z_image": Family({"--tokenizer_path": "qwen"}, "to_q,to_k,to_v,to_out.0,w1,w2,w3"),
+    "flux2": Script({"--tokenizer_path": "qwen"}, _FLUX2_TARGETS),
+    "z_image": Script({"--tokenizer_path": "qwen"}, "to_q,to_k,to_v,to_out.0,w1,w2,w3"),
 }
 
 
 @dataclass(frozen=True)
 class Route:
-    """What is launched, and with which of DiffSynth's configurations (below ``examples``).
+    """Module to launch, its configuration, and the number of processes.
 
-    Or with a configuration of DeepSpeed's own; None: without any.
+    ``config`` is a file of DiffSynth below ``examples``, a DeepSpeed configuration, or None.
     """
 
     config: str | Mapping[str, Any] | None
@@ -92,38 +92,38 @@ ROUTES: Mapping[str, Route] = {
     "zero2": Route(_ZERO2),
     "zero3": Route(_ZERO3),
     "zero3 exact": Route(_EXACT),
-    "zero3 exact alone": Route(_EXACT, processes=1),
+    "zero3 exact single": Route(_EXACT, processes=1),
     "stock plain": Route(None, None, 1),
 }
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a script left: losses of rank 0, and files in a folder."""
+    """Output of a script: its log, the losses of rank 0, and its files."""
 
     output: str
     folder: Path
     losses: list[float]
 
-    def saved(self, name: str) -> dict[str, torch.Tensor]:
+    def load(self, name: str) -> dict[str, torch.Tensor]:
         return load_file(self.folder / name)
 
 
 def write_data(folder: Path) -> None:
-    """Four pictures and four clips of five frames, with their table."""
+    """Write four pictures and four clips of five frames, with their tables."""
     from PIL import Image
 
-    draw = random.Random(0)
+    rng = random.Random(0)
 
-    def picture() -> Image.Image:
-        return Image.frombytes("RGB", (32, 32), draw.randbytes(32 * 32 * 3))
+    def make_picture() -> Image.Image:
+        return Image.frombytes("RGB", (32, 32), rng.randbytes(32 * 32 * 3))
 
     folder.mkdir(parents=True)
     for kind in ("image", "video"):
         rows = []
         for number in range(4):
             name = f"{kind}-{number}.{'png' if kind == 'image' else 'gif'}"
-            frames = [picture() for _ in range(1 if kind == "image" else 5)]
+            frames = [make_picture() for _ in range(1 if kind == "image" else 5)]
             frames[0].save(
                 folder / name, **({"save_all": True, "append_images": frames[1:]} if frames[1:] else {})
             )
@@ -138,74 +138,74 @@ def run(
     family: str,
     route: str,
     arguments: Sequence[str],
-    made: Path,
+    inputs: Path,
     out: Path,
     *,
     cache: Path | None = None,
     parts: Sequence[str] | None = None,
     timeout: float = 280,
 ) -> Run:
-    """Run the script of ``family`` in ``out``, on the models and data in ``made``.
+    """Run the script of ``family`` in ``out``, on the models and data in ``inputs``.
 
-    ``cache`` is what an earlier stage left, in the place of pictures; ``parts`` the models that are loaded,
-    all by default. Raises AssertionError if it fails.
+    ``cache`` is the output of an earlier stage, used instead of pictures; ``parts`` names the models to load,
+    all by default. Raises AssertionError if the script fails.
     """
-    chosen, checkout = ROUTES[route], Path(os.environ[CHECKOUT])
-    paths = paths_of(family, made)
+    launcher, checkout = ROUTES[route], Path(os.environ[CHECKOUT_VARIABLE])
+    paths = get_model_paths(family, inputs)
     options = [
         *(
             "--model_paths",
             json.dumps([str(path) for name, path in paths.items() if name in (parts or paths)]),
         ),
-        *(item for flag, name in FAMILIES[family].tokenizers.items() for item in (flag, str(made / name))),
-        *("--dataset_base_path", str(cache or made / "data"), "--output_path", str(out / "out")),
+        *(item for flag, name in SCRIPTS[family].tokenizers.items() for item in (flag, str(inputs / name))),
+        *("--dataset_base_path", str(cache or inputs / "data"), "--output_path", str(out / "out")),
         *("--height", "32", "--width", "32", "--learning_rate", "5e-3", "--lora_rank", "4"),
         *("--customized_optimizer", "tests.diffusion.script_optimizer.AdamW", "--enable_csv_log"),
     ]
-    kind = "video" if FAMILIES[family].video else "image"
-    options += [] if cache else ["--dataset_metadata_path", str(made / "data" / f"{kind}.csv")]
+    kind = "video" if SCRIPTS[family].video else "image"
+    options += [] if cache else ["--dataset_metadata_path", str(inputs / "data" / f"{kind}.csv")]
     options += ["--num_frames", "5"] if kind == "video" else []
     out.mkdir(parents=True)
-    # Their configurations name other files from the checkout's root on.
+    # The configurations name other files relative to the root of the checkout.
     (out / "examples").symlink_to(checkout / "examples")
-    config = _config(chosen, family, out)
+    config = _write_config(launcher, family, out)
     arguments = [*options, *arguments]
     script = checkout / "examples" / family / "model_training" / "train.py"
     environment = {
-        "ZEROSTART_ROWS": str(made / "rows.json"),
+        "ZEROSTART_ROWS": str(inputs / "rows.json"),
         "DIFFSYNTH_SKIP_DOWNLOAD": "True",
-        **({} if chosen.module else {"ZEROSTART_REHEARSAL": "1"}),
+        **({} if launcher.module else {"ZEROSTART_REHEARSAL": "1"}),
     }
     output = launch(
         script.read_text(),
         out,
         config,
         arguments,
-        [HERE / "scripts", ROOT, *([BESIDE] if BESIDE.is_dir() else [])],
+        [FOLDER / "scripts", ROOT, *([DIFFSYNTH_FOLDER] if DIFFSYNTH_FOLDER.is_dir() else [])],
         environment,
         timeout,
-        chosen.processes,
-        chosen.module,
+        launcher.processes,
+        launcher.module,
         options=(),
     )
-    return Run(output, out / "out", _losses(out / "out" / "loss.csv"))
+    return Run(output, out / "out", _read_losses(out / "out" / "loss.csv"))
 
 
-def _config(route: Route, family: str, out: Path) -> Path:
+def _write_config(route: Route, family: str, out: Path) -> Path:
     if isinstance(route.config, str):
         return out / "examples" / route.config.format(family=family)
-    made = out / "accelerate.yaml"
+    path = out / "accelerate.yaml"
     if route.config is None:
-        # What accelerate does without a configuration.
-        made.write_text("distributed_type: 'NO'\nmixed_precision: 'no'\nnum_machines: 1\nuse_cpu: true\n")
-        return made
+        # The defaults of accelerate.
+        path.write_text("distributed_type: 'NO'\nmixed_precision: 'no'\nnum_machines: 1\nuse_cpu: true\n")
+        return path
     (out / "deepspeed.json").write_text(json.dumps(route.config))
     lines = ["distributed_type: DEEPSPEED", "num_machines: 1", "deepspeed_config:", "  zero3_init_flag: true"]
-    made.write_text("\n".join([*lines, f"  deepspeed_config_file: {out / 'deepspeed.json'}", ""]))
-    return made
+    path.write_text("\n".join([*lines, f"  deepspeed_config_file: {out / 'deepspeed.json'}", ""]))
+    return path
 
 
-def _losses(table: Path) -> list[float]:
+def _read_losses(table: Path) -> list[float]:
     if not table.exists():
         return []
     with table.open(newline="") as file:

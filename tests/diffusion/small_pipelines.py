@@ -1,7 +1,7 @@
-"""Small models of DiffSynth-Studio's five pipelines, that go together as those of its releases do.
+"""Small models of DiffSynth-Studio's five pipelines, with widths that fit together.
 
-DiffSynth finds a class by the row of its table that has a file's hash: rows are data (``write``), and the
-classes that they name are attributes of this module. For processes that have imported DiffSynth alone.
+DiffSynth looks up the class of a file in a table, by the file's hash. `write_pipelines` makes rows of that
+table; the classes that they name are attributes of this module, in processes that have imported DiffSynth.
 """
 
 import functools
@@ -14,39 +14,37 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.diffusion.engine_results import fill
 from tests.diffusion.families import FAMILIES
 from tests.diffusion.family import Family
-from tests.diffusion.frozen_families import qwen3, qwen25vl, small_t5, wrapping
+from tests.diffusion.frozen_families import build_qwen3, build_qwen25vl, shrink_t5, wrap_small_model
 from tests.diffusion.oracle import import_diffsynth
-from tests.diffusion.sharded import fill
-from tests.diffusion.shrunk import of
+from tests.diffusion.shrink import lazy_class
 from tests.diffusion.small_tokenizers import VOCABULARY, write_tokenizers
-from tests.diffusion.transformers_families import FLUX, FLUX2, WAN, Z
+from tests.diffusion.transformers_families import FLUX, FLUX2, WAN, Z_IMAGE
 
 
 @dataclass(frozen=True)
 class Part:
-    """One model of a pipeline: what DiffSynth calls it, and the class with its configuration."""
+    """One model of a pipeline: its DiffSynth name, and its class with a configuration."""
 
     name: str
     family: Family
 
 
-def _part(name: str, key: str, **more: Any) -> Part:
-    return Part(name, replace(FAMILIES[key], **more))
+def _part(name: str, key: str, **changes: Any) -> Part:
+    return Part(name, replace(FAMILIES[key], **changes))
 
 
 _TOKENS = {"vocab_size": VOCABULARY, "max_position_embeddings": 1024}
 _FLUX_VAE = _part("flux_vae_encoder", "flux.1 vae encoder")
 
-#: By the folder of the script, the models by names that are classes of this module; what is trained first.
+#: Models by folder of the pipeline's script and by class name in this module; the trained model comes first.
 PIPELINES: Mapping[str, Mapping[str, Part]] = {
     "wanvideo": {
         "wan_dit": _part("wan_video_dit", "wan2.1 t2v", config={**WAN, "text_dim": 24}),
         "wan_text": _part(
-            "wan_video_text_encoder",
-            "wan umt5",
-            config={**FAMILIES["wan umt5"].config, "vocab": VOCABULARY},
+            "wan_video_text_encoder", "wan umt5", config={**FAMILIES["wan umt5"].config, "vocab": VOCABULARY}
         ),
         "wan_vae": _part("wan_video_vae", "wan2.1 vae"),
     },
@@ -55,15 +53,18 @@ PIPELINES: Mapping[str, Mapping[str, Part]] = {
         "qwen_text": _part(
             "qwen_image_text_encoder",
             "qwen2.5-vl",
-            model=wrapping(
-                "qwen_image_text_encoder:QwenImageTextEncoder", functools.partial(qwen25vl, **_TOKENS)
+            model=wrap_small_model(
+                "qwen_image_text_encoder:QwenImageTextEncoder", functools.partial(build_qwen25vl, **_TOKENS)
             ),
         ),
         "qwen_vae": _part("qwen_image_vae", "qwen-image vae"),
     },
     "flux": {
         "flux_dit": _part(
-            "flux_dit", "flux.1", model=of("flux_dit:FluxDiT", {**FLUX, 768: 24}), config={"num_blocks": 2}
+            "flux_dit",
+            "flux.1",
+            model=lazy_class("flux_dit:FluxDiT", {**FLUX, 768: 24}),
+            config={"num_blocks": 2},
         ),
         "flux_clip": _part(
             "flux_text_encoder_clip",
@@ -74,7 +75,7 @@ PIPELINES: Mapping[str, Mapping[str, Part]] = {
                 "max_position_embeddings": 77,
             },
         ),
-        "flux_t5": _part("flux_text_encoder_t5", "flux.1 t5", model=functools.partial(small_t5, VOCABULARY)),
+        "flux_t5": _part("flux_text_encoder_t5", "flux.1 t5", model=functools.partial(shrink_t5, VOCABULARY)),
         "flux_vae": _FLUX_VAE,
     },
     "flux2": {
@@ -83,13 +84,13 @@ PIPELINES: Mapping[str, Mapping[str, Part]] = {
             "flux.2 klein",
             config={**FLUX2, "in_channels": 128, "joint_attention_dim": 72, "guidance_embeds": False},
         ),
-        # Of its layers 9, 18 and 27 go into the transformer.
+        # The transformer takes the outputs of layers 9, 18 and 27.
         "flux2_text": _part(
             "z_image_text_encoder",
             "qwen3",
-            model=wrapping(
+            model=wrap_small_model(
                 "z_image_text_encoder:ZImageTextEncoder",
-                functools.partial(qwen3, **_TOKENS, num_hidden_layers=28),
+                functools.partial(build_qwen3, **_TOKENS, num_hidden_layers=28),
             ),
         ),
         "flux2_vae": _part(
@@ -107,12 +108,14 @@ PIPELINES: Mapping[str, Mapping[str, Part]] = {
         "z_image_dit": _part(
             "z_image_dit",
             "z-image",
-            config={**Z, "in_channels": 16, "cap_feat_dim": 24, "axes_lens": [1024, 64, 64]},
+            config={**Z_IMAGE, "in_channels": 16, "cap_feat_dim": 24, "axes_lens": [1024, 64, 64]},
         ),
         "z_image_text": _part(
             "z_image_text_encoder",
             "qwen3",
-            model=wrapping("z_image_text_encoder:ZImageTextEncoder", functools.partial(qwen3, **_TOKENS)),
+            model=wrap_small_model(
+                "z_image_text_encoder:ZImageTextEncoder", functools.partial(build_qwen3, **_TOKENS)
+            ),
         ),
         "z_image_vae": _FLUX_VAE,
     },
@@ -120,23 +123,23 @@ PIPELINES: Mapping[str, Mapping[str, Part]] = {
 
 
 def __getattr__(name: str) -> type[nn.Module]:
-    """The class that a row names."""
+    """Return the class that a row of the table names."""
     for parts in PIPELINES.values():
         if name in parts:
             return parts[name].family.model()
     raise AttributeError(name)
 
 
-def paths_of(pipeline: str, folder: Path) -> dict[str, Path]:
-    """The files of a pipeline's models in ``folder``."""
+def get_model_paths(pipeline: str, folder: Path) -> dict[str, Path]:
+    """Return the model files of a pipeline in ``folder``."""
     return {
         name: folder / pipeline / f"{name}.{'pth' if part.family.pth else 'safetensors'}"
         for name, part in PIPELINES[pipeline].items()
     }
 
 
-def write(folder: str, pipelines: Mapping[str, Mapping[str, Part]] = PIPELINES) -> None:
-    """Files, tokenizers, and ``rows.json`` with what DiffSynth's table needs to know of them."""
+def write_pipelines(folder: str, pipelines: Mapping[str, Mapping[str, Part]] = PIPELINES) -> None:
+    """Write model files, tokenizers, and ``rows.json`` for DiffSynth's table."""
     import_diffsynth()
     from diffsynth.core.loader.file import hash_model_file
     from safetensors.torch import save_file
@@ -144,21 +147,21 @@ def write(folder: str, pipelines: Mapping[str, Mapping[str, Part]] = PIPELINES) 
     rows, root = [], Path(folder)
     for pipeline, parts in pipelines.items():
         (root / pipeline).mkdir(parents=True)
-        for seed, (name, path) in enumerate(paths_of(pipeline, root).items()):
+        for seed, (name, path) in enumerate(get_model_paths(pipeline, root).items()):
             family = parts[name].family
             model = fill(family.model()(**family.config), seed).to(torch.bfloat16)
             for n, tensor in model.state_dict().items():
                 if n.endswith("running_var"):
                     tensor.abs_()
-            stored = family.stored({n: t.contiguous().clone() for n, t in model.state_dict().items()})
+            stored = family.to_file({n: t.contiguous().clone() for n, t in model.state_dict().items()})
             if family.pth:
                 torch.save(stored, path)
             else:
                 save_file(stored, path)
             row = {"model_hash": hash_model_file(str(path)), "model_name": parts[name].name}
             row |= {"model_class": f"{__name__}.{name}", "extra_kwargs": dict(family.config)}
-            own = next(kind for kind in type(model).__mro__ if kind.__module__.startswith("diffsynth."))
-            row["like"] = f"{own.__module__}.{own.__qualname__}"
+            original = next(kind for kind in type(model).__mro__ if kind.__module__.startswith("diffsynth."))
+            row["like"] = f"{original.__module__}.{original.__qualname__}"
             if family.converter:
                 module, _, converter = family.converter.partition(":")
                 row["state_dict_converter"] = f"diffsynth.utils.state_dict_converters.{module}.{converter}"

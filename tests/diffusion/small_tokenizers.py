@@ -1,11 +1,11 @@
-"""Tokenizers of single letters, of the classes that DiffSynth's pipelines load."""
+"""Character tokenizers of the classes that DiffSynth's pipelines load."""
 
 import json
 import string
 from pathlib import Path
 from typing import Any
 
-#: Entries of the text encoders' embeddings, which none of the tokenizers exceeds.
+#: Rows of the text encoders' embeddings; no tokenizer has more tokens.
 VOCABULARY = 640
 _CHAT = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
@@ -14,7 +14,7 @@ _CHAT = (
 
 
 def write_tokenizers(root: Path) -> None:
-    """Leave ``qwen``, ``clip`` and ``t5`` in ``root``, and ``qwen_vl``, which takes images too."""
+    """Write ``qwen``, ``clip``, ``t5``, and ``qwen_vl``, which also takes images."""
     from tokenizers import pre_tokenizers
     from transformers import CLIPTokenizer, Qwen2Tokenizer, T5Tokenizer
 
@@ -24,7 +24,7 @@ def write_tokenizers(root: Path) -> None:
     qwen.add_special_tokens({"additional_special_tokens": marks[1:]})
     qwen.chat_template = _CHAT
     qwen.save_pretrained(root / "qwen")
-    # The last one marks the end: CLIP's features are those of the largest token.
+    # The end token comes last: CLIP takes its features at the largest token.
     ends = ["<|startoftext|>", "<|endoftext|>"]
     tokens = [*letters, *(f"{letter}</w>" for letter in letters), *ends]
     CLIPTokenizer(vocab={token: n for n, token in enumerate(tokens)}, merges=[]).save_pretrained(
@@ -36,7 +36,7 @@ def write_tokenizers(root: Path) -> None:
 
 
 def _write_processor(tokenizer: Any, folder: Path) -> None:
-    """As files: to make its parts takes a torchvision that is there when transformers is imported."""
+    """Write files only: building the processor needs torchvision when transformers is imported."""
     tokenizer.save_pretrained(folder)
     for name, settings in {
         "preprocessor_config": {"image_processor_type": "Qwen2VLImageProcessor"},

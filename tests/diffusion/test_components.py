@@ -1,4 +1,4 @@
-"""Each component of a pipeline, of diffusers and transformers: loaded in shards, run, and differentiated."""
+"""Each pipeline component, sharded, against the unsharded model: state, outputs, gradients."""
 
 from pathlib import Path
 from typing import Any
@@ -8,47 +8,56 @@ import torch
 
 import zerostart
 from tests.diffusion.components import COMPONENTS
-from tests.diffusion.sharded import ENGINES, differing, fill, gradients_of, kept, load, off, started
+from tests.diffusion.engine_results import (
+    ENGINES,
+    compare,
+    compare_gradients,
+    compute_gradients,
+    fill,
+    initialize_engine,
+    load,
+    snapshot,
+)
 from tests.ranks import run_ranks
 
-#: Of every kind one is fast: a transformer whose inputs are lists, and the residual autoencoder.
+#: Components that ``make test`` covers: a transformer whose inputs are lists.
 QUICK = ("z-image",)
-#: What the last bits of fp32 come to, after some layers.
-ROUNDED = 2e-6
+#: Relative error of fp32 rounding after some layers.
+RTOL = 2e-6
 
 
-def checked(key: str, folder: str) -> list[str]:
-    """What differs between the component in shards, on either engine, and whole."""
+def find_errors(key: str, folder: str) -> list[str]:
+    """Describe how the sharded component differs from the unsharded one on each engine."""
     component = COMPONENTS[key]
-    kind = component.find()
-    alone = kind.from_pretrained(folder)
+    kind = component.find_class()
+    unsharded = kind.from_pretrained(folder)
     with torch.no_grad():
-        wanted = kept(component.call(alone))
-    expected = gradients_of(alone, component.call(alone)) if component.trained else {}
+        outputs = snapshot(component.call(unsharded))
+    gradients = compute_gradients(unsharded, component.call(unsharded)) if component.trained else {}
     lines: list[str] = []
     for engine in ENGINES:
         model = load(engine, folder, kind)
-        held = dict(zerostart.full_tensors(model, rank=None))
-        found = [f"state: {line}" for line in differing(held, dict(alone.state_dict()))]
-        buffers: Any = (dict(m.named_buffers()) for m in (model, alone))
-        found += [f"buffers: {line}" for line in differing(*buffers)]
-        model, made = started(engine, model, component.trained)
+        state = dict(zerostart.full_tensors(model, rank=None))
+        errors = [f"state: {line}" for line in compare(state, dict(unsharded.state_dict()))]
+        buffers: Any = (dict(m.named_buffers()) for m in (model, unsharded))
+        errors += [f"buffers: {line}" for line in compare(*buffers)]
+        model, ds_engine = initialize_engine(engine, model, component.trained)
         with torch.inference_mode():
-            found += [
-                f"inference: {line}" for line in differing(kept(component.call(model)), wanted, ROUNDED)
+            errors += [
+                f"inference: {line}" for line in compare(snapshot(component.call(model)), outputs, RTOL)
             ]
         with torch.no_grad():
-            found += [f"forward: {line}" for line in differing(kept(component.call(model)), wanted, ROUNDED)]
+            errors += [f"forward: {line}" for line in compare(snapshot(component.call(model)), outputs, RTOL)]
         if component.trained:
-            found += off(gradients_of(model, component.call(model), made), expected)
-        lines += [f"{engine}: {line}" for line in found]
+            errors += compare_gradients(compute_gradients(model, component.call(model), ds_engine), gradients)
+        lines += [f"{engine}: {line}" for line in errors]
     return lines
 
 
 @pytest.mark.parametrize(
     "key", [pytest.param(key, marks=() if key in QUICK else pytest.mark.slow) for key in COMPONENTS]
 )
-def test_a_component_in_shards_is_what_it_is_alone(key: str, tmp_path: Path) -> None:
+def test_sharded_component_equals_the_unsharded_one(key: str, tmp_path: Path) -> None:
     fill(COMPONENTS[key].build()).save_pretrained(tmp_path)
-    for lines in run_ranks(checked, 2, key, str(tmp_path)):
+    for lines in run_ranks(find_errors, 2, key, str(tmp_path)):
         assert lines == []

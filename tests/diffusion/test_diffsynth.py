@@ -1,4 +1,4 @@
-"""DiffSynth-Studio's own classes by its own ``load_model``, with zerostart enabled and without."""
+"""Models that DiffSynth-Studio's ``load_model`` loads, with zerostart enabled and without."""
 
 from pathlib import Path
 from typing import Any
@@ -8,13 +8,21 @@ import torch
 from torch import nn
 
 import zerostart
+from tests.diffusion.engine_results import (
+    ZERO3,
+    compare,
+    compare_gradients,
+    compute_gradients,
+    fill,
+    initialize_engine,
+    snapshot,
+)
 from tests.diffusion.families import FAMILIES
 from tests.diffusion.oracle import import_diffsynth, needs_diffsynth
-from tests.diffusion.sharded import ZERO3, differing, fill, gradients_of, kept, off, started
 from tests.ranks import run_ranks
 
 pytestmark = needs_diffsynth
-#: Of every kind one is fast.
+#: Families that ``make test`` covers.
 QUICK = ("wan2.1 t2v",)
 SETTINGS: dict[str, dict[str, Any]] = {
     "zero3": {"engine": "deepspeed", "zero_stage": 3, "engine_config": ZERO3},
@@ -22,12 +30,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-#: These hold parameters themselves, which pipelines read: FSDP2 has them whole, and frozen.
-HOLDING = ("z-image",)
+#: Families whose root module has parameters that pipelines read: FSDP2 keeps them unsharded and frozen.
+WITH_ROOT_PARAMETERS = ("z-image",)
 
 
-def refused_training(model: nn.Module, family: Any) -> list[str]:
-    """What is wrong with the refusal to train it in parts."""
+def check_refusal(model: nn.Module, family: Any) -> list[str]:
+    """Describe wrong behaviour of the error for training part by part."""
     try:
         family.call(model)
     except zerostart.errors.EngineError as error:
@@ -35,8 +43,8 @@ def refused_training(model: nn.Module, family: Any) -> list[str]:
     return ["trained in parts"]
 
 
-class Whole(nn.Module):
-    """As DiffSynth's training module: it has the models, and its forward runs them."""
+class TrainingModule(nn.Module):
+    """Run the model in ``forward``, as DiffSynth's training module does."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -46,13 +54,13 @@ class Whole(nn.Module):
         return call(self.model)
 
 
-def write(key: str, folder: str) -> str:
-    """The family's file, in the layout that its converter takes."""
+def write_model(key: str, folder: str) -> str:
+    """Write the family's file in the layout that its converter takes."""
     from safetensors.torch import save_file
 
     family = FAMILIES[key]
     model = fill(family.model()(**family.config))
-    stored = family.stored({n: t.contiguous().clone() for n, t in model.state_dict().items()})
+    stored = family.to_file({n: t.contiguous().clone() for n, t in model.state_dict().items()})
     path = Path(folder) / ("release.pth" if family.pth else "release.safetensors")
     if family.pth:
         torch.save(stored, path)
@@ -61,28 +69,28 @@ def write(key: str, folder: str) -> str:
     return str(path)
 
 
-def loaded(key: str, setting: str, folder: str) -> tuple[Any, nn.Module]:
-    """The family's model as DiffSynth loads it, and in shards."""
+def load_both(key: str, setting: str, folder: str) -> tuple[Any, nn.Module]:
+    """Load the family's model by stock DiffSynth, and sharded."""
     import_diffsynth()
     import torch.distributed as dist
     from diffsynth.core import loader
 
     if dist.get_rank() == 0:
-        write(key, folder)
+        write_model(key, folder)
     dist.barrier()
     family = FAMILIES[key]
     path = str(Path(folder) / ("release.pth" if family.pth else "release.safetensors"))
-    arguments = (family.model(), path, dict(family.config), family.dtype, "cpu", family.convert())
-    alone = aligned(loader.load_model(*arguments))
+    arguments = (family.model(), path, dict(family.config), family.dtype, "cpu", family.find_converter())
+    stock = copy_weights(loader.load_model(*arguments))
     with zerostart.enabled(progress=False, **SETTINGS[setting]):
-        return alone, loader.load_model(*arguments, use_disk_map=True)
+        return stock, loader.load_model(*arguments, use_disk_map=True)
 
 
-def aligned(model: nn.Module) -> nn.Module:
-    """``model`` with its weights in memory of their own, as every engine has them.
+def copy_weights(model: nn.Module) -> nn.Module:
+    """Copy the weights into fresh memory, as every engine has them.
 
-    DiffSynth leaves them in the mapped file, at any byte: a product there differs in the last bit from one of
-    the same weights elsewhere, on some processors.
+    DiffSynth leaves them in the mapped file, at any byte. On some processors a product then differs in the
+    last bit from that of the same weights elsewhere.
     """
     with torch.no_grad():
         for parameter in model.parameters():
@@ -90,45 +98,43 @@ def aligned(model: nn.Module) -> nn.Module:
     return model
 
 
-def checked(key: str, setting: str, folder: str) -> list[str]:
-    """Everything that differs between the family's model in shards and the one that DiffSynth loads."""
-    alone, model = loaded(key, setting, folder)
+def find_errors(key: str, setting: str, folder: str) -> list[str]:
+    """Describe how the sharded model differs from the one that stock DiffSynth loads."""
+    stock, model = load_both(key, setting, folder)
     family = FAMILIES[key]
-    lines = tensors(model, alone)
+    lines = compare_tensors(model, stock)
     with torch.no_grad():
-        wanted = kept(family.call(alone))
+        outputs = snapshot(family.call(stock))
     model.requires_grad_(family.trained)  # scripts freeze the others
-    whole, made = started(SETTINGS[setting]["engine"], Whole(model), family.trained)
-    whole = whole if made is None else made
+    module, ds_engine = initialize_engine(SETTINGS[setting]["engine"], TrainingModule(model), family.trained)
+    module = module if ds_engine is None else ds_engine
     with torch.inference_mode():
-        lines += [f"inference: {line}" for line in differing(kept(whole(family.call)), wanted)]
+        lines += [f"inference: {line}" for line in compare(snapshot(module(family.call)), outputs)]
     with torch.no_grad():
-        lines += [f"forward: {line}" for line in differing(kept(whole(family.call)), wanted)]
-    if family.trained and setting == "fsdp2" and key in HOLDING:
-        lines += refused_training(model, family)
+        lines += [f"forward: {line}" for line in compare(snapshot(module(family.call)), outputs)]
+    if family.trained and setting == "fsdp2" and key in WITH_ROOT_PARAMETERS:
+        lines += check_refusal(model, family)
     elif family.trained:
-        expected = gradients_of(alone, family.call(alone))
+        gradients = compute_gradients(stock, family.call(stock))
         bound = 1e-5 if family.dtype == torch.float32 else 2e-2
-        lines += off(gradients_of(model, whole(family.call), made), expected, bound)
+        lines += compare_gradients(compute_gradients(model, module(family.call), ds_engine), gradients, bound)
     return lines
 
 
-def tensors(model: nn.Module, alone: nn.Module) -> list[str]:
-    """What differs of parameters, buffers and plain tensors."""
-    held = dict(zerostart.full_tensors(model, rank=None))
-    lines = [f"state: {line}" for line in differing(held, dict(alone.state_dict()))]
-    lines += [
-        f"buffer {line}" for line in differing(dict(model.named_buffers()), dict(alone.named_buffers()))
-    ]
-    for (name, own), (_, other) in zip(model.named_modules(), alone.named_modules(), strict=True):
-        plain = {key: value for key, value in vars(other).items() if is_tensors(value)}
-        lines += [f"{name}.{line}" for line in differing({key: vars(own).get(key) for key in plain}, plain)]
+def compare_tensors(model: nn.Module, stock: nn.Module) -> list[str]:
+    """Describe differences of parameters, buffers and tensor attributes."""
+    state = dict(zerostart.full_tensors(model, rank=None))
+    lines = [f"state: {line}" for line in compare(state, dict(stock.state_dict()))]
+    lines += [f"buffer {line}" for line in compare(dict(model.named_buffers()), dict(stock.named_buffers()))]
+    for (name, module), (_, stock_module) in zip(model.named_modules(), stock.named_modules(), strict=True):
+        plain = {key: value for key, value in vars(stock_module).items() if has_only_tensors(value)}
+        lines += [f"{name}.{line}" for line in compare({key: vars(module).get(key) for key in plain}, plain)]
     return lines
 
 
-def is_tensors(value: Any) -> bool:
+def has_only_tensors(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
-        return bool(value) and all(is_tensors(v) for v in value)
+        return bool(value) and all(has_only_tensors(v) for v in value)
     return isinstance(value, torch.Tensor)
 
 
@@ -136,6 +142,6 @@ def is_tensors(value: Any) -> bool:
 @pytest.mark.parametrize(
     "key", [pytest.param(key, marks=() if key in QUICK else pytest.mark.slow) for key in FAMILIES]
 )
-def test_a_family_in_shards_is_as_diffsynth_loads_and_runs_it(key: str, setting: str, tmp_path: Path) -> None:
-    for lines in run_ranks(checked, 2, key, setting, str(tmp_path)):
+def test_sharded_model_equals_that_of_stock_diffsynth(key: str, setting: str, tmp_path: Path) -> None:
+    for lines in run_ranks(find_errors, 2, key, setting, str(tmp_path)):
         assert lines == []

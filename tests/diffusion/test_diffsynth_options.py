@@ -1,4 +1,4 @@
-"""The page of DiffSynth-Studio's options names keys that exist."""
+"""Documentation of DiffSynth-Studio's options names existing keys."""
 
 import re
 from pathlib import Path
@@ -15,7 +15,7 @@ ROWS = {
 }
 
 
-def test_each_key_is_one_of_a_configuration() -> None:
+def test_each_documented_key_exists() -> None:
     fields: dict[str, Any] = {}
     for section, described in TrainConfig.model_fields.items():
         kinds = (described.annotation, *getattr(described.annotation, "__args__", ()))

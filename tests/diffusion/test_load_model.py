@@ -1,4 +1,4 @@
-"""DiffSynth's ``load_model`` while zerostart is enabled: what its arguments mean, and what is refused."""
+"""DiffSynth's ``load_model`` with zerostart enabled: arguments, saved files, refusals."""
 
 import json
 from pathlib import Path
@@ -8,19 +8,18 @@ import pytest
 import torch
 
 import zerostart
+from tests.diffusion.engine_results import compare, fill
 from tests.diffusion.families import FAMILIES
 from tests.diffusion.oracle import import_diffsynth, needs_diffsynth
-from tests.diffusion.sharded import differing, fill
-from tests.diffusion.trained_files import ENGINES, refusal
-from tests.diffusion.trained_files import tried as tried_files
+from tests.diffusion.saved_files import ENGINES, catch_error, save_and_resume
 from tests.ranks import run_ranks
 
 pytestmark = needs_diffsynth
 WAN = FAMILIES["wan2.1 t2v"]
 
 
-def write(folder: Path) -> dict[str, torch.Tensor]:
-    """A file of several models in both formats, one that lacks a weight, and a nested torch file."""
+def write_files(folder: Path) -> dict[str, torch.Tensor]:
+    """Write the model in both formats, nested, and without one weight."""
     import torch.distributed as dist
     from safetensors.torch import save_file
 
@@ -34,11 +33,11 @@ def write(folder: Path) -> dict[str, torch.Tensor]:
     return state
 
 
-def no_torch_load(*arguments: Any, **keywords: Any) -> Any:
+def fail_torch_load(*arguments: Any, **keywords: Any) -> Any:
     raise AssertionError("a torch file is read as a whole")
 
 
-def tried(folder: str) -> dict[str, Any]:
+def collect_results(folder: str) -> dict[str, Any]:
     import_diffsynth()
     from diffsynth.configs import MODEL_CONFIGS
     from diffsynth.core.loader import file, model
@@ -48,48 +47,50 @@ def tried(folder: str) -> dict[str, Any]:
     from zerostart.upstream.patches import active
 
     root, kind, config = Path(folder), WAN.model(), dict(WAN.config)
-    state, found = write(root), {}
+    state, output = write_files(root), {}
     stock = model.load_model
-    found["hash"] = {name: file.hash_model_file(str(root / name)) for name in ("wan.pth", "wan.safetensors")}
+    output["hash"] = {name: file.hash_model_file(str(root / name)) for name in ("wan.pth", "wan.safetensors")}
     path = str(root / "wan.safetensors")
-    whole = stock(kind, path, config, torch.bfloat16, "cpu", WAN.convert())
-    wanted = dict(whole.state_dict())
-    found["misfit"] = [point.misfit() for point in diffsynth_loading.TOUCHED]
-    # A row of data, as DiffSynth has one for each release that it knows.
-    row = {"model_hash": found["hash"]["wan.pth"], "model_name": "small", "extra_kwargs": config}
+    stock_model = stock(kind, path, config, torch.bfloat16, "cpu", WAN.find_converter())
+    expected = dict(stock_model.state_dict())
+    output["misfit"] = [point.misfit() for point in diffsynth_loading.TOUCHED]
+    # DiffSynth has such a row for each release that it knows.
+    row = {"model_hash": output["hash"]["wan.pth"], "model_name": "small", "extra_kwargs": config}
     MODEL_CONFIGS.append({**row, "model_class": "diffsynth.models.wan_video_dit.WanModel"})
     for name, settings in ENGINES.items():
         with zerostart.enabled(progress=False, **settings):
-            made = model.load_model(
-                kind, path, config, torch.bfloat16, "cpu", WAN.convert(), use_disk_map=True
+            sharded = model.load_model(
+                kind, path, config, torch.bfloat16, "cpu", WAN.find_converter(), use_disk_map=True
             )
             pool = ModelPool()
             pool.auto_load_model(str(root / "wan.pth"))
-        lines = differing(dict(zerostart.full_tensors(made, rank=None)), wanted)
-        lines += differing(dict(zerostart.full_tensors(pool.fetch_model("small"), rank=None)), wanted)
-        report = zerostart.report(made)
-        found[name] = (lines, report.read_bytes, report.engine, made.training, report.computed)
+        lines = compare(dict(zerostart.full_tensors(sharded, rank=None)), expected)
+        lines += compare(dict(zerostart.full_tensors(pool.fetch_model("small"), rank=None)), expected)
+        report = zerostart.report(sharded)
+        output[name] = (lines, report.read_bytes, report.engine, sharded.training, report.computed)
     with zerostart.enabled(progress=False, engine="fsdp2"):
-        given = model.load_model(kind, "nowhere.safetensors", config, torch.float32, state_dict=dict(state))
-        found["in hand"] = differing(dict(zerostart.full_tensors(given, rank=None)), dict(state))
-        renamed = model.load_model(
-            kind, None, config, torch.float32, state_dict_converter=WAN.convert(),
+        loaded = model.load_model(kind, "nowhere.safetensors", config, torch.float32, state_dict=dict(state))
+        output["in hand"] = compare(dict(zerostart.full_tensors(loaded, rank=None)), dict(state))
+        converted = model.load_model(
+            kind, None, config, torch.float32, state_dict_converter=WAN.find_converter(),
             state_dict={"model." + n: t for n, t in state.items()},
         )  # fmt: skip
-        found["in hand, converted"] = differing(dict(zerostart.full_tensors(renamed, rank=None)), dict(state))
+        output["in hand, converted"] = compare(
+            dict(zerostart.full_tensors(converted, rank=None)), dict(state)
+        )
         lacking = str(root / "lacking.safetensors")
-        found["lacking"] = refusal(model.load_model, kind, lacking, config, torch.float32)
-        found["quantize"] = refusal(model.load_model, kind, path, config, quantize=object())
-        original, torch.load = torch.load, no_torch_load
-        found["headers"] = {
+        output["lacking"] = catch_error(model.load_model, kind, lacking, config, torch.float32)
+        output["quantize"] = catch_error(model.load_model, kind, path, config, quantize=object())
+        original, torch.load = torch.load, fail_torch_load
+        output["headers"] = {
             name: file.hash_model_file(str(root / name)) for name in ("wan.pth", "wan.safetensors")
         }
-        found["nested headers"] = file.load_keys_dict(str(root / "nested.pth"))
+        output["nested headers"] = file.load_keys_dict(str(root / "nested.pth"))
         torch.load = original
-    found["nested"] = file.load_keys_dict(str(root / "nested.pth"))
-    left = {name.rpartition(".")[2] for name in active()}
-    found["restored"] = model.load_model is stock and "load_model" not in left
-    return found | {"files": tried_files(root / "files")}
+    output["nested"] = file.load_keys_dict(str(root / "nested.pth"))
+    patch_names = {name.rpartition(".")[2] for name in active()}
+    output["restored"] = model.load_model is stock and "load_model" not in patch_names
+    return output | {"files": save_and_resume(root / "files")}
 
 
 @pytest.fixture(scope="module")
@@ -99,40 +100,40 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ranks(folder: Path) -> list[dict[str, Any]]:
-    """One group for all that is quick: to import DiffSynth takes seconds."""
-    found: list[dict[str, Any]] = run_ranks(tried, 2, str(folder), timeout=240)
-    return found
+    """Results of one process group for all tests: importing DiffSynth takes seconds."""
+    output: list[dict[str, Any]] = run_ranks(collect_results, 2, str(folder), timeout=240)
+    return output
 
 
 @pytest.mark.slow
-def test_what_the_arguments_of_load_model_mean(ranks: list[dict[str, Any]], folder: Path) -> None:
+def test_arguments_of_load_model(ranks: list[dict[str, Any]], folder: Path) -> None:
     size = (folder / "wan.safetensors").stat().st_size
-    for found in ranks:
-        assert found["misfit"] == ["", "", ""]
+    for output in ranks:
+        assert output["misfit"] == ["", "", ""]
         for name in ENGINES:
-            lines, read, engine, training, computed = found[name]
+            lines, read, engine, training, computed = output[name]
             assert (lines, engine, training, computed) == ([], ENGINES[name]["engine"], False, ())
             assert read < 0.75 * size or name == "zero2"
-        assert found["in hand"] == found["in hand, converted"] == []
-        assert found["lacking"].startswith("CoverageError: ")
-        assert "head.head.bias" in found["lacking"]
-        assert found["quantize"].startswith("ConfigError: load_model(quantize=...) is not available under")
-        assert found["headers"] == found["hash"]
-        assert json.dumps(found["nested headers"]) == json.dumps(found["nested"])
-        assert found["restored"]
+        assert output["in hand"] == output["in hand, converted"] == []
+        assert output["lacking"].startswith("CoverageError: ")
+        assert "head.head.bias" in output["lacking"]
+        assert output["quantize"].startswith("ConfigError: load_model(quantize=...) is not available under")
+        assert output["headers"] == output["hash"]
+        assert json.dumps(output["nested headers"]) == json.dumps(output["nested"])
+        assert output["restored"]
     assert {key: value for key, value in ranks[0].items() if isinstance(value, str)} == {
         key: value for key, value in ranks[1].items() if isinstance(value, str)
     }
 
 
-def test_what_is_trained_is_saved_and_resumed_without_a_gather(
+def test_trained_files_are_saved_and_resumed_without_a_gather(
     ranks: list[dict[str, Any]], folder: Path
 ) -> None:
-    for found in (rank["files"] for rank in ranks):
+    for output in (rank["files"] for rank in ranks):
         for engine in ENGINES:
-            assert found[engine] == [True, True, []], engine
-        assert found["calculated"].startswith("ConfigError: the script's state_dict_converter computes")
-        assert found["prefix"].startswith("CoverageError: ")
-        assert "--remove_prefix_in_ckpt, 'dit.' here" in found["prefix"]
-        assert found["fused"].startswith("ConfigError: load_lora (--preset_lora_path)")
+            assert output[engine] == [True, True, []], engine
+        assert output["calculated"].startswith("ConfigError: the script's state_dict_converter computes")
+        assert output["prefix"].startswith("CoverageError: ")
+        assert "--remove_prefix_in_ckpt, 'dit.' here" in output["prefix"]
+        assert output["fused"].startswith("ConfigError: load_lora (--preset_lora_path)")
     assert not (folder / "files" / "none.safetensors").exists()

@@ -1,9 +1,9 @@
-"""DiffSynth-Studio's own training scripts, no line changed, under ``accelerate launch -m zerostart``.
+"""Unchanged training scripts of DiffSynth-Studio under ``accelerate launch -m zerostart``.
 
-They are run from a checkout that the environment names (``ZEROSTART_DIFFSYNTH``), with its configurations, on
-small models of the five families; nothing of them is kept here. What they do without zerostart is what is
-expected, on ZeRO-2 to the bit; of ZeRO-3 what they do on ZeRO-2: the first loss, and then what bf16 allows,
-whose gradients are up to 1.6 % off where sums are in another order.
+The environment names a checkout (``ZEROSTART_DIFFSYNTH``). Its scripts run with its configurations on small
+models of the five families. On ZeRO-2 a run equals that without zerostart to the bit. ZeRO-3 is compared with
+ZeRO-2: the first loss is equal and later ones are near, because bf16 gradients are up to 1.6 % off when sums
+are in another order.
 """
 
 import functools
@@ -15,79 +15,79 @@ import pytest
 import torch
 
 from tests.diffusion.oracle import needs_diffsynth
-from tests.diffusion.script_runs import CHECKOUT, FAMILIES, Run, run, write_data
-from tests.diffusion.small_pipelines import PIPELINES, write
+from tests.diffusion.script_runs import CHECKOUT_VARIABLE, SCRIPTS, Run, run, write_data
+from tests.diffusion.small_pipelines import PIPELINES, write_pipelines
 from tests.ranks import run_ranks
 
 pytestmark = [
     needs_diffsynth,
     pytest.mark.slow,
     pytest.mark.timeout(900),
-    pytest.mark.skipif(CHECKOUT not in os.environ, reason=f"{CHECKOUT} names no checkout"),
+    pytest.mark.skipif(CHECKOUT_VARIABLE not in os.environ, reason=f"{CHECKOUT_VARIABLE} names no checkout"),
 ]
 
-#: Four steps on two ranks; a file after the third, and one at the end.
+#: Four steps on two ranks; a file after the third step and one at the end.
 STEPS = ["--num_epochs", "2", "--save_steps", "3", "--use_gradient_checkpointing"]
 FULL = [*STEPS, "--trainable_models", "dit", "--remove_prefix_in_ckpt", "pipe.dit."]
-LAST = "step-4.safetensors"
-SAVED = ("step-3.safetensors", LAST)
+LAST_FILE = "step-4.safetensors"
+SAVED_FILES = ("step-3.safetensors", LAST_FILE)
 
 
-#: What is expected, where it is not the script without zerostart: there DeepSpeed fails to send a parameter
-#: without dimensions to the other ranks, which FLUX.2's autoencoder has.
-EXPECTED = {"flux2": "zero2"}
-#: As stock ZeRO-3 to the bit, trained in full and with their encoders: those of the others are Qwen's, whose
-#: rotary frequencies stock ZeRO-3 calculates in bf16, which no unsharded model does. Without their encoders
-#: (``test_two_stages``) all are as stock ZeRO-3.
-STOCK_ZERO3 = ("wanvideo", "flux")
+#: References of families whose script fails without zerostart: DeepSpeed cannot send a parameter without
+#: dimensions to other ranks, and FLUX.2's autoencoder has one.
+REFERENCE_ROUTES = {"flux2": "zero2"}
+#: Families whose full training equals stock ZeRO-3 to the bit. The others have an encoder of Qwen, whose
+#: rotary frequencies stock ZeRO-3 computes in bf16, unlike an unsharded model. Without their encoders
+#: (``test_two_stages``) all families equal stock ZeRO-3.
+EQUAL_TO_STOCK_ZERO3 = ("wanvideo", "flux")
 
 
-def lora(family: str) -> list[str]:
-    chosen = FAMILIES[family]
-    return [*STEPS, "--lora_base_model", "dit", "--lora_target_modules", chosen.targets, *chosen.lora]
+def lora_arguments(family: str) -> list[str]:
+    script = SCRIPTS[family]
+    return [*STEPS, "--lora_base_model", "dit", "--lora_target_modules", script.targets, *script.lora]
 
 
 Runs = Callable[..., Run]
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Models, tokenizers and pictures."""
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with models, tokenizers and pictures."""
     folder = tmp_path_factory.mktemp("pipelines")
-    run_ranks(write, 1, str(folder), timeout=280)
+    run_ranks(write_pipelines, 1, str(folder), timeout=280)
     write_data(folder / "data")
     return folder
 
 
 @pytest.fixture(scope="module")
-def runs(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """``runs(family, route, arguments)``: what is run once serves all tests."""
+def runs(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Function that runs a script once for all tests, by family, route and arguments."""
 
     @functools.cache
-    def once(family: str, route: str, arguments: Sequence[str]) -> Run:
-        return run(family, route, arguments, made, tmp_path_factory.mktemp(route.replace(" ", "-")) / "run")
+    def run_once(family: str, route: str, arguments: Sequence[str]) -> Run:
+        return run(family, route, arguments, inputs, tmp_path_factory.mktemp(route.replace(" ", "-")) / "run")
 
-    return lambda family, route, arguments: once(family, route, tuple(arguments))
+    return lambda family, route, arguments: run_once(family, route, tuple(arguments))
 
 
 @pytest.fixture(scope="module")
-def adapted(runs: Runs) -> Callable[[str], list[str]]:
-    """The arguments of a LoRA that begins where another has ended: the scripts draw theirs without a seed."""
+def adapted_arguments(runs: Runs) -> Callable[[str], list[str]]:
+    """Arguments of a LoRA that continues another: the scripts initialise it without a seed."""
 
     def arguments(family: str) -> list[str]:
-        first = runs(family, EXPECTED.get(family, "stock zero2"), lora(family))
-        return [*lora(family), "--lora_checkpoint", str(first.folder / LAST)]
+        first = runs(family, REFERENCE_ROUTES.get(family, "stock zero2"), lora_arguments(family))
+        return [*lora_arguments(family), "--lora_checkpoint", str(first.folder / LAST_FILE)]
 
     return arguments
 
 
-def alike(found: Run, expected: Run, first: float = 1e-6, bound: float = 0.02) -> None:
-    """The same losses, to ``first`` before a step and to ``bound`` after it, and files to steps of bf16."""
+def assert_near(actual: Run, expected: Run, first: float = 1e-6, bound: float = 0.02) -> None:
+    """Compare losses within ``first`` and ``bound``, and files within steps of bf16."""
     assert len(set(expected.losses)) == len(expected.losses) == 4
-    assert found.losses[0] == pytest.approx(expected.losses[0], rel=first)
-    assert found.losses == pytest.approx(expected.losses, rel=bound)
-    for name in SAVED:
-        ours, theirs = found.saved(name), expected.saved(name)
+    assert actual.losses[0] == pytest.approx(expected.losses[0], rel=first)
+    assert actual.losses == pytest.approx(expected.losses, rel=bound)
+    for name in SAVED_FILES:
+        ours, theirs = actual.load(name), expected.load(name)
         assert {n: (t.shape, t.dtype) for n, t in ours.items()} == {
             n: (t.shape, t.dtype) for n, t in theirs.items()
         }
@@ -95,92 +95,92 @@ def alike(found: Run, expected: Run, first: float = 1e-6, bound: float = 0.02) -
             torch.testing.assert_close(ours[key].float(), tensor.float(), rtol=0.1, atol=0.04)
 
 
-def same(found: Run, expected: Run) -> None:
-    """The same losses and files, to the bit."""
-    assert found.losses == expected.losses
-    for name in SAVED:
-        assert (found.folder / name).read_bytes() == (expected.folder / name).read_bytes()
+def assert_equal(actual: Run, expected: Run) -> None:
+    """Compare losses and files to the bit."""
+    assert actual.losses == expected.losses
+    for name in SAVED_FILES:
+        assert (actual.folder / name).read_bytes() == (expected.folder / name).read_bytes()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SCRIPTS)
 @pytest.mark.parametrize("kind", ["full", "lora"])
-def test_a_script_trains_as_without_zerostart(
-    family: str, kind: str, runs: Runs, adapted: Callable[[str], list[str]]
+def test_script_trains_as_without_zerostart(
+    family: str, kind: str, runs: Runs, adapted_arguments: Callable[[str], list[str]]
 ) -> None:
-    """On ZeRO-2 to the bit; on ZeRO-3 as there before a step, where DeepSpeed calculates as torch does."""
-    arguments = FULL if kind == "full" else adapted(family)
+    """ZeRO-2 equals the stock script; exact ZeRO-3 has the same first loss."""
+    arguments = FULL if kind == "full" else adapted_arguments(family)
     ours = runs(family, "zero2", arguments)
-    if family in EXPECTED:
-        # One process without DeepSpeed. Two see another picture first: accelerate draws their order earlier.
-        alone = [runs(family, route, arguments).losses[0] for route in ("zero3 exact alone", "stock plain")]
-        assert alone[0] == pytest.approx(alone[1], rel=1e-6)
+    if family in REFERENCE_ROUTES:
+        # One process without DeepSpeed is the reference: with two, accelerate draws the order earlier.
+        first = [runs(family, route, arguments).losses[0] for route in ("zero3 exact single", "stock plain")]
+        assert first[0] == pytest.approx(first[1], rel=1e-6)
     else:
-        same(ours, runs(family, "stock zero2", arguments))
-    alike(runs(family, "zero3 exact", arguments), ours)
-    found = runs(family, "zero3", arguments)
-    assert "loaded in shards" in found.output
-    alike(found, ours, 0.1, 0.1)
-    if kind == "full" and family in STOCK_ZERO3:
-        same(found, runs(family, "stock zero3", arguments))
+        assert_equal(ours, runs(family, "stock zero2", arguments))
+    assert_near(runs(family, "zero3 exact", arguments), ours)
+    zero3 = runs(family, "zero3", arguments)
+    assert "loaded in shards" in zero3.output
+    assert_near(zero3, ours, 0.1, 0.1)
+    if kind == "full" and family in EQUAL_TO_STOCK_ZERO3:
+        assert_equal(zero3, runs(family, "stock zero3", arguments))
 
 
-#: Models that only the first stage needs, and what is trained.
+#: The trained model of each pipeline, the only one that the second stage loads.
 TRAINED = {name: list(parts)[:1] for name, parts in PIPELINES.items()}
-#: Drawn anew at every call.
-DRAWN = ("noise", "latents")
+#: Entries of a cached item that are random at every call.
+RANDOM_KEYS = ("noise", "latents")
 
 
-def tensors_in(value: object, path: str = "") -> dict[str, torch.Tensor]:
-    """The tensors of a cached item, by where they lie, but for those that are drawn."""
+def find_tensors(value: object, path: str = "") -> dict[str, torch.Tensor]:
+    """Return the tensors of a cached item by path, without random ones."""
     if isinstance(value, torch.Tensor):
         return {path: value}
     parts: dict[str, object] = {}
     if isinstance(value, dict):
-        parts = {str(key): part for key, part in value.items() if key not in DRAWN}
+        parts = {str(key): part for key, part in value.items() if key not in RANDOM_KEYS}
     elif isinstance(value, (list, tuple)):
         parts = {str(number): part for number, part in enumerate(value)}
-    return {k: t for key, part in parts.items() for k, t in tensors_in(part, f"{path}/{key}").items()}
+    return {k: t for key, part in parts.items() for k, t in find_tensors(part, f"{path}/{key}").items()}
 
 
-def cached(folder: Path, ranks: int) -> list[dict[str, torch.Tensor]]:
-    """The four items in their order: ranks take turns."""
+def load_cache(folder: Path, ranks: int) -> list[dict[str, torch.Tensor]]:
+    """Return the four items in order: ranks take turns."""
     return [
-        tensors_in(torch.load(folder / str(n % ranks) / f"{n // ranks}.pth", weights_only=False))
+        find_tensors(torch.load(folder / str(n % ranks) / f"{n // ranks}.pth", weights_only=False))
         for n in range(4)
     ]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_two_stages(family: str, made: Path, tmp_path: Path) -> None:
-    """Encoded as by one process; then the transformer is trained on that alone, as by stock ZeRO-3 too."""
-    chosen = [*FULL, "--task"]
-    theirs = run(family, "stock plain", [*chosen, "sft:data_process"], made, tmp_path / "theirs")
-    ours = run(family, "zero3 exact", [*chosen, "sft:data_process"], made, tmp_path / "ours")
-    for found, expected in zip(cached(ours.folder, 2), cached(theirs.folder, 1), strict=True):
-        assert found.keys() == expected.keys()
-        assert len(found) >= 2
+@pytest.mark.parametrize("family", SCRIPTS)
+def test_two_stages(family: str, inputs: Path, tmp_path: Path) -> None:
+    """Encoding equals one process; training on the cache equals stock ZeRO-2 and ZeRO-3."""
+    common = [*FULL, "--task"]
+    theirs = run(family, "stock plain", [*common, "sft:data_process"], inputs, tmp_path / "theirs")
+    ours = run(family, "zero3 exact", [*common, "sft:data_process"], inputs, tmp_path / "ours")
+    for actual, expected in zip(load_cache(ours.folder, 2), load_cache(theirs.folder, 1), strict=True):
+        assert actual.keys() == expected.keys()
+        assert len(actual) >= 2
         for key, tensor in expected.items():
-            torch.testing.assert_close(found[key], tensor, rtol=1e-6, atol=0)
+            torch.testing.assert_close(actual[key], tensor, rtol=1e-6, atol=0)
     stage = {"cache": theirs.folder, "parts": TRAINED[family]}
-    arguments = [*chosen, "sft:train"]
-    expected_run = run(family, "stock zero2", arguments, made, tmp_path / "stock", **stage)
-    same(run(family, "zero2", arguments, made, tmp_path / "zero2", **stage), expected_run)
-    alike(run(family, "zero3 exact", arguments, made, tmp_path / "exact", **stage), expected_run)
-    stock = run(family, "stock zero3", arguments, made, tmp_path / "stock3", **stage)
-    same(run(family, "zero3", arguments, made, tmp_path / "zero3", **stage), stock)
+    arguments = [*common, "sft:train"]
+    expected_run = run(family, "stock zero2", arguments, inputs, tmp_path / "stock", **stage)
+    assert_equal(run(family, "zero2", arguments, inputs, tmp_path / "zero2", **stage), expected_run)
+    assert_near(run(family, "zero3 exact", arguments, inputs, tmp_path / "exact", **stage), expected_run)
+    stock = run(family, "stock zero3", arguments, inputs, tmp_path / "stock3", **stage)
+    assert_equal(run(family, "zero3", arguments, inputs, tmp_path / "zero3", **stage), stock)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_activations_on_the_host(family: str, made: Path, runs: Runs, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", SCRIPTS)
+def test_activations_on_the_host(family: str, inputs: Path, runs: Runs, tmp_path: Path) -> None:
     arguments = [*FULL, "--use_gradient_checkpointing_offload"]
-    same(run(family, "zero3", arguments, made, tmp_path / "ours"), runs(family, "zero3", FULL))
+    assert_equal(run(family, "zero3", arguments, inputs, tmp_path / "ours"), runs(family, "zero3", FULL))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_resuming_from_what_was_saved(family: str, made: Path, runs: Runs, tmp_path: Path) -> None:
-    """Into shards, as into whole models."""
-    route = EXPECTED.get(family, "stock zero2")
-    arguments = [*FULL, "--resume_from_checkpoint", str(runs(family, route, FULL).folder / LAST)]
+@pytest.mark.parametrize("family", SCRIPTS)
+def test_resuming_from_a_saved_file(family: str, inputs: Path, runs: Runs, tmp_path: Path) -> None:
+    """The file is loaded into shards as into unsharded models."""
+    route = REFERENCE_ROUTES.get(family, "stock zero2")
+    arguments = [*FULL, "--resume_from_checkpoint", str(runs(family, route, FULL).folder / LAST_FILE)]
     expected = runs(family, route, arguments)
-    same(run(family, "zero2", arguments, made, tmp_path / "zero2"), expected)
-    alike(run(family, "zero3 exact", arguments, made, tmp_path / "zero3"), expected)
+    assert_equal(run(family, "zero2", arguments, inputs, tmp_path / "zero2"), expected)
+    assert_near(run(family, "zero3 exact", arguments, inputs, tmp_path / "zero3"), expected)

@@ -1,11 +1,11 @@
-"""Transformers, and what else is trained, of DiffSynth-Studio's own classes."""
+"""Trainable models of DiffSynth-Studio's own classes."""
 
 from typing import Any
 
 import torch
 
-from tests.diffusion.family import Family, noise, prefixed
-from tests.diffusion.shrunk import of
+from tests.diffusion.family import Family, add_prefix, noise
+from tests.diffusion.shrink import lazy_class
 
 WAN: dict[str, Any] = {
     "dim": 24,
@@ -22,15 +22,15 @@ WAN: dict[str, Any] = {
 }
 
 
-def wan(model: Any, **more: Any) -> Any:
-    """By its parts, as the pipeline's own function calls it."""
+def call_wan(model: Any, **changes: Any) -> Any:
+    """Call the model part by part, as the pipeline's function does."""
     from diffsynth.pipelines.wan_video import model_fn_wan_video
 
-    given = {"latents": noise(1, 4, 3, 4, 4), "timestep": torch.tensor([500.0]), "context": noise(1, 6, 16)}
-    return model_fn_wan_video(model, **{**given, **more})
+    inputs = {"latents": noise(1, 4, 3, 4, 4), "timestep": torch.tensor([500.0]), "context": noise(1, 6, 16)}
+    return model_fn_wan_video(model, **{**inputs, **changes})
 
 
-def vace(model: Any) -> Any:
+def call_vace(model: Any) -> Any:
     from diffsynth.models.wan_video_dit import precompute_freqs_cis_3d
 
     f, h, w = (part[:2] for part in precompute_freqs_cis_3d(12))
@@ -40,7 +40,7 @@ def vace(model: Any) -> Any:
     return model(noise(1, 8, 24), [noise(6, 2, 4, 4)], noise(1, 6, 24), noise(1, 6, 24), freqs)
 
 
-def qwen_dit(model: Any) -> Any:
+def call_qwen_dit(model: Any) -> Any:
     from diffsynth.pipelines.qwen_image import model_fn_qwen_image
 
     return model_fn_qwen_image(
@@ -55,7 +55,7 @@ def qwen_dit(model: Any) -> Any:
     )
 
 
-def flux_dit(model: Any) -> Any:
+def call_flux_dit(model: Any) -> Any:
     from diffsynth.pipelines.flux_image import model_fn_flux_image
 
     return model_fn_flux_image(
@@ -70,7 +70,7 @@ def flux_dit(model: Any) -> Any:
     )
 
 
-def flux2_dit(model: Any) -> Any:
+def call_flux2_dit(model: Any) -> Any:
     guidance = torch.tensor([3.0]) if model.time_guidance_embed.guidance_embedder is not None else None
     return model(
         noise(1, 4, 8),
@@ -82,10 +82,10 @@ def flux2_dit(model: Any) -> Any:
     )
 
 
-def z_image(model: Any) -> Any:
+def call_z_image(model: Any) -> Any:
     from diffsynth.pipelines.z_image import model_fn_z_image
 
-    half = torch.bfloat16  # of which it makes its timesteps, whatever the weights are
+    half = torch.bfloat16  # the dtype of its timesteps, whatever that of the weights is
     return model_fn_z_image(
         model,
         latents=noise(1, 4, 4, 4).to(half),
@@ -95,7 +95,7 @@ def z_image(model: Any) -> Any:
 
 
 FLUX = {3072: 256, 24: 2, 768: 12, 4096: 24, 38: 1, 19: 1}
-Z = {
+Z_IMAGE = {
     "in_channels": 4,
     "dim": 32,
     "n_layers": 1,
@@ -115,42 +115,42 @@ FLUX2 = {
     "joint_attention_dim": 24,
     "axes_dims_rope": (4, 4, 4, 4),
 }
-_DIT = of("wan_video_dit:WanModel")
-_FIVE: dict[str, Any] = {
+_DIT = lazy_class("wan_video_dit:WanModel")
+_TI2V: dict[str, Any] = {
     **WAN,
     "seperated_timestep": True,
     "require_clip_embedding": False,
     "require_vae_embedding": False,
     "fuse_vae_embedding_in_latents": True,
 }
-_RELEASE = "wan_video_dit:WanVideoDiTStateDictConverter"
+_WAN_CONVERTER = "wan_video_dit:WanVideoDiTStateDictConverter"
 
 TRANSFORMERS: dict[str, Family] = {
-    "wan2.1 t2v": Family(_DIT, wan, WAN, prefixed("model."), _RELEASE, trained=True),
+    "wan2.1 t2v": Family(_DIT, call_wan, WAN, add_prefix("model."), _WAN_CONVERTER, trained=True),
     "wan2.1 vace": Family(
-        of("wan_video_vace:VaceWanModel"),
-        vace,
+        lazy_class("wan_video_vace:VaceWanModel"),
+        call_vace,
         {"vace_layers": (0, 1), "vace_in_dim": 6, "dim": 24, "num_heads": 2, "ffn_dim": 32},
-        prefixed("", ("blocks.0.of.the.transformer",)),
+        add_prefix("", ("blocks.0.of.the.transformer",)),
         "wan_video_vace:VaceWanModelDictConverter",
         trained=True,
     ),
-    "wan2.2 5b": Family(_DIT, lambda m: wan(m, fuse_vae_embedding_in_latents=True), _FIVE, trained=True),
+    "wan2.2 5b": Family(_DIT, lambda m: call_wan(m, fuse_vae_embedding_in_latents=True), _TI2V, trained=True),
     "qwen-image": Family(
-        of("qwen_image_dit:QwenImageDiT", {3072: 256, 24: 2, 3584: 24}),
-        qwen_dit,
+        lazy_class("qwen_image_dit:QwenImageDiT", {3072: 256, 24: 2, 3584: 24}),
+        call_qwen_dit,
         {"num_layers": 1},
         trained=True,
     ),
-    "flux.1": Family(of("flux_dit:FluxDiT", FLUX), flux_dit, {"num_blocks": 1}, trained=True),
+    "flux.1": Family(lazy_class("flux_dit:FluxDiT", FLUX), call_flux_dit, {"num_blocks": 1}, trained=True),
     "flux.2 klein": Family(
-        of("flux2_dit:Flux2DiT"), flux2_dit, {**FLUX2, "guidance_embeds": False}, trained=True
+        lazy_class("flux2_dit:Flux2DiT"), call_flux2_dit, {**FLUX2, "guidance_embeds": False}, trained=True
     ),
     "z-image": Family(
-        of("z_image_dit:ZImageDiT"),
-        z_image,
-        Z,
-        prefixed("model.diffusion_model."),
+        lazy_class("z_image_dit:ZImageDiT"),
+        call_z_image,
+        Z_IMAGE,
+        add_prefix("model.diffusion_model."),
         "z_image_dit:ZImageDiTStateDictConverter",
         dtype=torch.bfloat16,
         trained=True,

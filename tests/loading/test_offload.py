@@ -1,4 +1,4 @@
-"""Offloaded models: outputs equal to the resident model's, within the memory limit of a window."""
+"""Offloaded models: outputs equal to the resident model's, within the limit of a window."""
 
 import os
 from pathlib import Path
@@ -8,11 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from transformers import (
-    CLIPVisionConfig,
-    CLIPVisionModel,
-    UMT5EncoderModel,
-)
+from transformers import CLIPVisionConfig, CLIPVisionModel, UMT5EncoderModel
 
 import zerostart
 from tests.contract.test_oversized import capped
@@ -213,7 +209,7 @@ def measure_peaks(path: Path, limit: int, cap: int) -> tuple[int, int]:
 
 @pytest.mark.slow
 def test_resident_memory_stays_within_the_limit(tmp_path: Path) -> None:
-    """The model has 134 MB in blocks of 33 MB; 24 MB may be resident."""
+    """A model of 134 MB in blocks of 33 MB may hold 24 MB."""
     sizes = {"vocab_size": 64, "d_model": 1024, "d_kv": 64, "num_heads": 8, "d_ff": 2048, "num_layers": 4}
     write_sparse_encoder(tmp_path, **sizes)
     ((peak, highest),) = run_ranks(measure_peaks, 1, tmp_path, 24 * MIB, 160 * MIB)

@@ -1,4 +1,4 @@
-"""Stands where librosa is not installed: Wan's script takes its reader of sounds, and is given no sounds."""
+"""Stand-in for librosa, which Wan's script imports; these tests have no audio."""
 
 
 def load(path: str, sr: int) -> None:

@@ -1,7 +1,7 @@
-"""Prepare a process of DiffSynth's scripts: data, and what its machine lacks.
+"""Prepare a process of DiffSynth's scripts for this machine.
 
-Rows for small models in DiffSynth's table; names of torchvision's operators, where its library is not made
-for the torch that is installed; and without zerostart, a backend for ranks without accelerators.
+Add rows for small models to DiffSynth's table; declare torchvision's operators if its library does not fit
+the installed torch; and without zerostart, add a backend for ranks without accelerators.
 """
 
 import json
@@ -19,7 +19,7 @@ def _declare(module: ModuleType) -> None:
 
 
 def _append_rows(table: ModuleType) -> None:
-    """Add the small models; their modules are kept in memory as those of the class that each is ``like``."""
+    """Add the small models, with the memory settings of the class in ``like``."""
     from diffsynth.configs.vram_management_module_maps import VRAM_MANAGEMENT_MODULE_MAPS as maps
 
     rows = json.loads(Path(os.environ["ZEROSTART_ROWS"]).read_text())

@@ -69,7 +69,7 @@ def component(key: str, **changes: Any) -> Any:
 def part(key: str, **changes: Any) -> Any:
     """A component of ``tests/diffusion/components.py``."""
     one = COMPONENTS[key]
-    return one.find().from_config({**one.config, **changes})
+    return one.find_class().from_config({**one.config, **changes})
 
 
 def scheduler(**settings: Any) -> Any:

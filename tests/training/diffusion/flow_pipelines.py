@@ -48,7 +48,7 @@ def save_pipeline(folder: Path, family: str) -> Path:
     component = COMPONENTS[vae]
     parts = {
         "transformer": build(family),
-        "vae": component.find()(**{**component.config, **changed}),
+        "vae": component.find_class()(**{**component.config, **changed}),
         "scheduler": getattr(diffusers, scheduler)(**flow),
     }
     getattr(diffusers, kind)(**parts, **_absent(family)).save_pretrained(folder)

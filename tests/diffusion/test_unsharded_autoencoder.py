@@ -1,4 +1,4 @@
-"""DiffSynth's autoencoder at ZeRO-3: whole, frozen, and called another number of times on each rank."""
+"""DiffSynth's frozen autoencoder at ZeRO-3: unsharded, and called unequally often on each rank."""
 
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ CONFIG = {
 
 
 class TinyVAE(nn.Module):
-    """Encodes a clip chunk by chunk by its parts, as DiffSynth's do."""
+    """Encode a clip chunk by chunk, as DiffSynth's autoencoders do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,8 +32,8 @@ class TinyVAE(nn.Module):
         self.encoder = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
         self.scale = nn.Parameter(torch.tensor(1.5))  # DeepSpeed cannot partition it
 
-    def encode(self, clip: torch.Tensor) -> torch.Tensor:
-        return torch.stack([self.encoder(chunk) for chunk in clip]).mean(0) * self.scale
+    def encode(self, chunks: torch.Tensor) -> torch.Tensor:
+        return torch.stack([self.encoder(chunk) for chunk in chunks]).mean(0) * self.scale
 
 
 class Dit(nn.Module):
@@ -47,85 +47,87 @@ class Dit(nn.Module):
         return hidden.square().mean()
 
 
-class Both(nn.Module):
+class Pipeline(nn.Module):
     def __init__(self, vae: Any, dit: nn.Module) -> None:
         super().__init__()
         self.vae, self.dit = vae, dit
 
-    def forward(self, clip: torch.Tensor) -> torch.Tensor:
+    def forward(self, chunks: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
-            encoded = self.vae.encode(clip)
+            encoded = self.vae.encode(chunks)
         loss: torch.Tensor = self.dit(encoded)
         return loss
 
 
-def clip(rank: int, step: int) -> torch.Tensor:
-    """One to three chunks, in another order on each rank: traces of the first step fit no later one."""
+def make_clip(rank: int, step: int) -> torch.Tensor:
+    """Return one to three chunks, so that the trace of no step fits another."""
     generator = torch.Generator().manual_seed(10 * step + rank)
     return torch.randn((1 + (rank * (step + 1) + step // 2) % 3, 2, WIDTH), generator=generator)
 
 
-def alone(weights: dict[str, torch.Tensor]) -> tuple[list[float], dict[str, torch.Tensor]]:
-    both = Both(TinyVAE(), Dit())
-    both.dit.load_state_dict(weights)
-    optimizer = torch.optim.AdamW(both.dit.parameters(), lr=1e-2)
+def train_in_one_process(weights: dict[str, torch.Tensor]) -> tuple[list[float], dict[str, torch.Tensor]]:
+    pipeline = Pipeline(TinyVAE(), Dit())
+    pipeline.dit.load_state_dict(weights)
+    optimizer = torch.optim.AdamW(pipeline.dit.parameters(), lr=1e-2)
     losses = []
     for step in range(6):
-        mean = torch.stack([both(clip(rank, step)) for rank in range(2)]).mean()
+        mean = torch.stack([pipeline(make_clip(rank, step)) for rank in range(2)]).mean()
         losses.append(float(mean.detach()))
         mean.backward()
         optimizer.step()
         optimizer.zero_grad()
-    return losses, {f"dit.{name}": tensor.clone() for name, tensor in both.dit.state_dict().items()}
+    return losses, {f"dit.{name}": tensor.clone() for name, tensor in pipeline.dit.state_dict().items()}
 
 
-def load_both(source: str) -> Both:
+def load_pipeline(source: str) -> Pipeline:
     dit = zerostart.load(source, Dit, engine="deepspeed", engine_config=CONFIG, progress=False)
     arguments = {"model_class": TinyVAE, "module_map": None, "quantize": None}
     call = DiffSynthLoad(Request(), EngineSetup.requested("deepspeed", 3, CONFIG), arguments, lambda *_: None)
-    return Both(call.load_model(TinyVAE).requires_grad_(False), dit)
+    return Pipeline(call.load_model(TinyVAE).requires_grad_(False), dit)
 
 
 def train(source: str) -> tuple[list[float], dict[str, Any], bool]:
     import deepspeed
 
-    both = load_both(source)
-    optimizer = torch.optim.AdamW([p for p in both.parameters() if p.requires_grad], lr=1e-2)
-    engine, *_ = deepspeed.initialize(model=both, optimizer=optimizer, config=CONFIG)
+    pipeline = load_pipeline(source)
+    optimizer = torch.optim.AdamW([p for p in pipeline.parameters() if p.requires_grad], lr=1e-2)
+    engine, *_ = deepspeed.initialize(model=pipeline, optimizer=optimizer, config=CONFIG)
     losses = []
     for step in range(6):
-        loss = engine(clip(dist.get_rank(), step))
+        loss = engine(make_clip(dist.get_rank(), step))
         engine.backward(loss)
         engine.step()
         mean = loss.detach() / 2
         dist.all_reduce(mean)
         losses.append(float(mean))
-    found, values = both.vae.state_dict(), TinyVAE().state_dict()
-    whole = found.keys() == values.keys() and all(torch.equal(found[name], values[name]) for name in values)
-    return losses, dict(zerostart.full_tensors(both, rank=None)), whole
+    state, expected = pipeline.vae.state_dict(), TinyVAE().state_dict()
+    is_unsharded = state.keys() == expected.keys() and all(
+        torch.equal(state[name], expected[name]) for name in expected
+    )
+    return losses, dict(zerostart.full_tensors(pipeline, rank=None)), is_unsharded
 
 
 def encode(source: str) -> torch.Tensor:
-    """As ``sft:data_process`` runs it, with nothing that is trained."""
+    """Encode with nothing trained, as the task ``sft:data_process`` does."""
     import deepspeed
 
-    engine, *_ = deepspeed.initialize(model=load_both(source).requires_grad_(False), config=CONFIG)
+    engine, *_ = deepspeed.initialize(model=load_pipeline(source).requires_grad_(False), config=CONFIG)
     with torch.no_grad():
         result: torch.Tensor = engine(torch.ones(dist.get_rank() + 1, 3, WIDTH))
     return result
 
 
-def test_ranks_call_it_unequally_often(tmp_path: Path) -> None:
+def test_ranks_may_encode_unequally_often(tmp_path: Path) -> None:
     torch.manual_seed(1)
     model, source = Dit(), str(tmp_path / "dit.safetensors")
     save_file(model.state_dict(), source)
-    expected, weights = alone(model.state_dict())
-    for losses, found, whole in run_ranks(train, 2, source, timeout=120):
-        assert whole
+    expected, weights = train_in_one_process(model.state_dict())
+    for losses, state, is_unsharded in run_ranks(train, 2, source, timeout=120):
+        assert is_unsharded
         torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected))
         for name, tensor in weights.items():
-            torch.testing.assert_close(found[name], tensor, msg=name)
+            torch.testing.assert_close(state[name], tensor, msg=name)
     with torch.no_grad():
-        wanted = Both(TinyVAE(), model)(torch.ones(1, 3, WIDTH))
+        encoding = Pipeline(TinyVAE(), model)(torch.ones(1, 3, WIDTH))
     for encoded in run_ranks(encode, 2, source, timeout=120):
-        torch.testing.assert_close(encoded, wanted)
+        torch.testing.assert_close(encoded, encoding)

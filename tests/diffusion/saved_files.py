@@ -1,4 +1,4 @@
-"""What DiffSynth's training scripts save of a pipeline in shards, resume from, and what is refused."""
+"""Save and resume a sharded pipeline by DiffSynth's training code, on a rank."""
 
 from pathlib import Path
 from typing import Any
@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import zerostart
+from tests.diffusion.engine_results import ZERO3, compare, fill
 from tests.diffusion.families import FAMILIES
 from tests.diffusion.oracle import import_diffsynth
-from tests.diffusion.sharded import ZERO3, differing, fill
 
 WAN = FAMILIES["wan2.1 t2v"]
 ENGINES: dict[str, dict[str, Any]] = {
@@ -19,8 +19,8 @@ ENGINES: dict[str, dict[str, Any]] = {
 }
 
 
-def training(dit: nn.Module, encoder: nn.Module, target: str = "") -> Any:
-    """DiffSynth's training module with its pipeline, as ``switch_pipe_to_training_mode`` leaves it."""
+def build_training_module(dit: nn.Module, encoder: nn.Module, target: str = "") -> Any:
+    """Return DiffSynth's training module as ``switch_pipe_to_training_mode`` leaves it."""
     from diffsynth.diffusion import DiffusionTrainingModule
     from diffsynth.diffusion.base_pipeline import BasePipeline
 
@@ -34,13 +34,13 @@ def training(dit: nn.Module, encoder: nn.Module, target: str = "") -> Any:
     return module
 
 
-def renamed(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """As FLUX.1's script has them for others: other names, and a constant for each."""
-    made = {f"lora_unet_{name}": tensor for name, tensor in state.items()}
-    return made | {f"{name}.alpha": torch.tensor((tensor.shape[-1],))[0] for name, tensor in state.items()}
+def rename_lora(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Rename LoRA tensors and add a constant alpha to each, as FLUX.1's script does."""
+    renamed = {f"lora_unet_{name}": tensor for name, tensor in state.items()}
+    return renamed | {f"{name}.alpha": torch.tensor((tensor.shape[-1],))[0] for name, tensor in state.items()}
 
 
-def saved(module: Any, folder: Path, name: str, **settings: Any) -> bytes:
+def save_bytes(module: Any, folder: Path, name: str, **settings: Any) -> bytes:
     from accelerate import Accelerator
     from diffsynth.diffusion import ModelLogger
 
@@ -50,7 +50,7 @@ def saved(module: Any, folder: Path, name: str, **settings: Any) -> bytes:
     return (folder / name).read_bytes()
 
 
-def refusal(function: Any, *arguments: Any, **keywords: Any) -> str:
+def catch_error(function: Any, *arguments: Any, **keywords: Any) -> str:
     try:
         function(*arguments, **keywords)
     except zerostart.ZerostartError as error:
@@ -58,8 +58,8 @@ def refusal(function: Any, *arguments: Any, **keywords: Any) -> str:
     return "nothing is refused"
 
 
-def tried(root: Path) -> dict[str, Any]:
-    """On a rank: of each engine whether its files are DiffSynth's, to the byte, and what is refused."""
+def save_and_resume(root: Path) -> dict[str, Any]:
+    """Save and resume on each engine; return comparisons with DiffSynth and error texts."""
     import_diffsynth()
     import torch.distributed as dist
     from diffsynth.core.loader import model as loader
@@ -74,34 +74,34 @@ def tried(root: Path) -> dict[str, Any]:
         save_file({n: t for n, t in values[2].items() if "blocks.1" in n}, root / "resumed.safetensors")
     dist.barrier()
 
-    def pipeline(target: str = "") -> Any:
-        made = [
+    def build(target: str = "") -> Any:
+        models = [
             loader.load_model(kind, str(root / f"{name}.safetensors"), config, torch.float32)
             for name in ("dit", "encoder")
         ]
-        return training(*made, target)
+        return build_training_module(*models, target)
 
-    lora = {"remove_prefix_in_ckpt": "pipe.dit.", "state_dict_converter": renamed}
-    wanted = {
-        "full": saved(pipeline(), root / "theirs", "full.safetensors", remove_prefix_in_ckpt="pipe.dit."),
-        "lora": saved(pipeline("self_attn.q"), root / "theirs", "lora.safetensors", **lora),
+    lora = {"remove_prefix_in_ckpt": "pipe.dit.", "state_dict_converter": rename_lora}
+    stock_files = {
+        "full": save_bytes(build(), root / "theirs", "full.safetensors", remove_prefix_in_ckpt="pipe.dit."),
+        "lora": save_bytes(build("self_attn.q"), root / "theirs", "lora.safetensors", **lora),
     }
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for engine, settings in ENGINES.items():
         with zerostart.enabled(progress=False, **settings):
-            module = pipeline()
-            full = saved(module, root / engine, "full.safetensors", remove_prefix_in_ckpt="pipe.dit.")
-            adapted = saved(pipeline("self_attn.q"), root / engine, "lora.safetensors", **lora)
-            found[engine] = [full == wanted["full"], adapted == wanted["lora"]]
+            module = build()
+            full = save_bytes(module, root / engine, "full.safetensors", remove_prefix_in_ckpt="pipe.dit.")
+            adapted = save_bytes(build("self_attn.q"), root / engine, "lora.safetensors", **lora)
+            results[engine] = [full == stock_files["full"], adapted == stock_files["lora"]]
             module.resume_from_checkpoint(str(root / "resumed.safetensors"), "pipe.dit.")
             expected = {n: values[2 if "blocks.1" in n else 0][n] for n in values[0]}
-            whole = dict(zerostart.full_tensors(module.pipe.dit, rank=None))
-            found[engine].append(differing(whole, expected))
+            full_state = dict(zerostart.full_tensors(module.pipe.dit, rank=None))
+            results[engine].append(compare(full_state, expected))
         if engine == "zero3":
-            calculating = {"state_dict_converter": lambda state: {n: t * 2 for n, t in state.items()}}
-            found["calculated"] = refusal(lambda: saved(module, root, "none.safetensors", **calculating))  # noqa: B023
-            found["prefix"] = refusal(
+            converter = {"state_dict_converter": lambda state: {n: t * 2 for n, t in state.items()}}
+            results["calculated"] = catch_error(save_bytes, module, root, "none.safetensors", **converter)
+            results["prefix"] = catch_error(
                 module.resume_from_checkpoint, str(root / "resumed.safetensors"), "dit."
             )
-            found["fused"] = refusal(module.pipe.load_lora, module.pipe.dit, "nowhere.safetensors")
-    return found
+            results["fused"] = catch_error(module.pipe.load_lora, module.pipe.dit, "nowhere.safetensors")
+    return results
