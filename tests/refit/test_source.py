@@ -11,7 +11,7 @@ import torch
 import zerostart
 from tests.ranks import run_ranks
 from tests.state.saving.test_saving import tensors_in
-from tests.state.saving.test_saving_adapters import _adapted
+from tests.state.saving.test_saving_adapters import adapt
 from tests.tiny import TinyCheckpoints
 from zerostart.refit import pushes, within
 
@@ -25,7 +25,7 @@ def _stream(path: Path, out: Path, options: dict[str, Any], lora: bool) -> Any:
     try:
         within.BAND, within.CHUNK, pushes.CHUNK = 1 << 10, 1 << 9, 1 << 9  # tensors in many messages
         model = zerostart.load(path, progress=False, **options)
-        adapted = _adapted(model, "plain") if lora else model
+        adapted = adapt(model, "plain") if lora else model
         zerostart.save(adapted, out, merge_adapters=lora)
         source = zerostart.weight_source(adapted)
         metas = [(meta.name, meta.dtype, meta.shape) for meta in source.metadata()]

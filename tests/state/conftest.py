@@ -7,5 +7,5 @@ from tests.parity import checkpoint
 
 @pytest.fixture
 def paths(tmp_path: Path) -> dict[str, Path]:
-    """Checkpoints by the kind of model."""
+    """Checkpoint folders by kind of model."""
     return {kind: checkpoint(kind, tmp_path) for kind in ("qwen3", "mixtral")}

@@ -1,4 +1,4 @@
-"""Two checkpoints, tensor by tensor."""
+"""``zerostart.diff``: compare two checkpoints tensor by tensor."""
 
 import json
 import math
@@ -16,13 +16,13 @@ from zerostart.cli import main
 Tensors = dict[str, torch.Tensor]
 
 
-def made(path: Path, tensors: Tensors) -> Path:
+def write(path: Path, tensors: Tensors) -> Path:
     path.mkdir()
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     return path
 
 
-def a_few() -> Tensors:
+def old_tensors() -> Tensors:
     torch.manual_seed(0)
     return {
         "same": torch.randn(7, 5),
@@ -39,8 +39,8 @@ def a_few() -> Tensors:
     }
 
 
-def changed() -> Tensors:
-    tensors = a_few()
+def new_tensors() -> Tensors:
+    tensors = old_tensors()
     tensors["values"][250, 3] += 0.5
     tensors["values"][0, 0] -= 2.0
     tensors["zeros"][1] = -0.0
@@ -54,47 +54,47 @@ def changed() -> Tensors:
     return tensors
 
 
-def test_two_checkpoints(tmp_path: Path) -> None:
-    a, b = made(tmp_path / "a", a_few()), made(tmp_path / "b", changed())
-    found = zerostart.diff(a, b)
-    assert sorted(found.equal) == ["same", "small"]
-    assert found.only_a == ("gone",)
-    assert found.only_b == ("new",)
-    assert found.differing["values"].elements == 2
-    assert found.differing["values"].largest == pytest.approx(2.0, abs=1e-6)
-    assert found.differing["zeros"][:2] == (0.0, 1)
-    assert math.isnan(found.differing["nan"].largest)
-    assert found.differing["nan"].elements == 1
-    assert found.differing["shape"].note == "shapes [6, 2] and [2, 6]"
-    assert found.differing["dtype"] == (0.0, 0, "dtypes F32 and BF16")
-    assert found.differing["counts"][:2] == (10.0, 1)
-    assert found.differing["flags"][:2] == (1.0, 1)
-    assert found.differing["waves"][0] == pytest.approx(3.0, abs=1e-6)
-    assert not found.same
+def test_differences_by_tensor(tmp_path: Path) -> None:
+    a, b = (write(tmp_path / "a", old_tensors()), write(tmp_path / "b", new_tensors()))
+    difference = zerostart.diff(a, b)
+    assert sorted(difference.equal) == ["same", "small"]
+    assert difference.only_a == ("gone",)
+    assert difference.only_b == ("new",)
+    assert difference.differing["values"].elements == 2
+    assert difference.differing["values"].largest == pytest.approx(2.0, abs=1e-6)
+    assert difference.differing["zeros"][:2] == (0.0, 1)
+    assert math.isnan(difference.differing["nan"].largest)
+    assert difference.differing["nan"].elements == 1
+    assert difference.differing["shape"].note == "shapes [6, 2] and [2, 6]"
+    assert difference.differing["dtype"] == (0.0, 0, "dtypes F32 and BF16")
+    assert difference.differing["counts"][:2] == (10.0, 1)
+    assert difference.differing["flags"][:2] == (1.0, 1)
+    assert difference.differing["waves"][0] == pytest.approx(3.0, abs=1e-6)
+    assert not difference.same
     assert zerostart.diff(a, a).same
-    assert set(zerostart.diff(b, b).equal) == set(changed())
+    assert set(zerostart.diff(b, b).equal) == set(new_tensors())
 
 
-def test_other_files_same_tensors(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
-    """In one file, in many, or in torch's own with transposed views: it is the tensors that are compared."""
-    one, many = checkpoints("qwen3_moe"), checkpoints("qwen3_moe", sharded=True)
+def test_same_tensors_in_other_file_layouts(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
+    """One file, shards, and a torch file with transposed views are equal."""
+    single_file, sharded = checkpoints("qwen3_moe"), checkpoints("qwen3_moe", sharded=True)
     tensors: Tensors = {}
-    for file in one.glob("*.safetensors"):
+    for file in single_file.glob("*.safetensors"):
         tensors |= load_file(file)
-    turned = {n: t.t().contiguous().t() if t.dim() == 2 else t for n, t in tensors.items()}
-    torch.save(turned, tmp_path / "pytorch_model.bin")
-    for other in (many, tmp_path, one / "model.safetensors"):
-        assert zerostart.diff(one, other).same
-        assert zerostart.diff(str(other), one).same
+    transposed = {n: t.t().contiguous().t() if t.dim() == 2 else t for n, t in tensors.items()}
+    torch.save(transposed, tmp_path / "pytorch_model.bin")
+    for other_form in (sharded, tmp_path, single_file / "model.safetensors"):
+        assert zerostart.diff(single_file, other_form).same
+        assert zerostart.diff(str(other_form), single_file).same
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    a, b = made(tmp_path / "a", a_few()), made(tmp_path / "b", changed())
+def test_diff_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = (write(tmp_path / "a", old_tensors()), write(tmp_path / "b", new_tensors()))
     for arguments, code in (([a, a], 0), ([a, b], 1), ([a, b, "--json"], 1), ([a, tmp_path / "none"], 1)):
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as exit_info:
             main(["diff", *map(str, arguments)])
-        assert ended.value.code == code
-        out, error = capsys.readouterr()
+        assert exit_info.value.code == code
+        out, errors = capsys.readouterr()
         if "--json" in arguments:
             document = json.loads(out)
             assert document["only_b"] == ["new"]
@@ -103,13 +103,13 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         elif code and b in arguments:
             assert "values: 2 elements differ, by 2 at most" in out
         elif code:
-            assert error.startswith("error: ")
+            assert errors.startswith("error: ")
         else:
             assert out == "11 equal, 0 differing, 0 only in a, 0 only in b\n"
 
 
 def test_training_states(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
-    """Each other by what lies in their folders; with checkpoints of models by their model alone."""
+    """States compare by all folders, or by the model against a model."""
     source = checkpoints("qwen3")
     model = zerostart.load(source, engine="fsdp2", progress=False)
     a, b = tmp_path / "a", tmp_path / "b"
@@ -119,13 +119,13 @@ def test_training_states(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
     with torch.no_grad():
         next(model.parameters()).add_(1)
     zerostart.save_state(b, model)
-    found = zerostart.diff(a, b)
-    assert list(found.differing) == ["model/model.embed_tokens.weight"]
-    assert {name.partition("/")[0] for name in found.equal} >= {"model"}
+    difference = zerostart.diff(a, b)
+    assert list(difference.differing) == ["model/model.embed_tokens.weight"]
+    assert {name.partition("/")[0] for name in difference.equal} >= {"model"}
     assert list(zerostart.diff(source, b).differing) == ["model.embed_tokens.weight"]
 
 
-def live(source: Path, edited: Path) -> None:
+def compare_live_models(source: Path, edited: Path) -> None:
     for engine in ("deepspeed", "fsdp2"):
         model = zerostart.load(source, engine=engine, progress=False)
         assert zerostart.diff(model, source).same
@@ -134,10 +134,10 @@ def live(source: Path, edited: Path) -> None:
 
 
 @pytest.mark.slow
-def test_live_models_are_compared_as_they_are_saved(checkpoints: TinyCheckpoints) -> None:
+def test_live_models_compare_equal_to_their_checkpoint(checkpoints: TinyCheckpoints) -> None:
     source = checkpoints("qwen3_moe_aligned")
 
     def edit(tensors: dict[str, torch.Tensor]) -> None:
         tensors["model.embed_tokens.weight"][0, 0] += 1
 
-    run_ranks(live, 2, source, checkpoints.edited(source, "edited", edit))
+    run_ranks(compare_live_models, 2, source, checkpoints.edited(source, "edited", edit))

@@ -1,4 +1,4 @@
-"""Digests that know no layout: the formula, any pieces in any order, and what must not go unnoticed."""
+"""Tensor digests: the documented formula, any order of pieces, and detected errors."""
 
 import hashlib
 import itertools
@@ -17,8 +17,8 @@ BLOCK = ROW * ROWS
 MASK = (1 << 64) - 1
 
 
-def mixed(number: int) -> int:
-    """The finaliser of SplitMix64."""
+def mix(number: int) -> int:
+    """Apply the finaliser of SplitMix64."""
     z = (number + 1) * 0x9E3779B97F4A7C15 & MASK
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & MASK
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB & MASK
@@ -26,34 +26,34 @@ def mixed(number: int) -> int:
 
 
 def byte_key(place: int, column: int) -> int:
-    """A number of -127 to 127 without zero."""
-    drawn = (mixed(place * COLUMNS + column + (1 << 48)) >> 1) % 254 - 127
-    return drawn if drawn < 0 else drawn + 1
+    """Return a number from -127 to 127 that is not zero."""
+    key = (mix(place * COLUMNS + column + (1 << 48)) >> 1) % 254 - 127
+    return key if key < 0 else key + 1
 
 
-def by_the_formula(dtype: str, shape: Sequence[int], data: bytes, first: int = 0) -> str:
-    """The digest of docs/specs/digest.md, in integers of Python alone; before byte ``first`` are zeros."""
+def reference_digest(dtype: str, shape: Sequence[int], data: bytes, first: int = 0) -> str:
+    """Follow docs/specs/digest.md in integers; bytes before ``first`` are zeros."""
     keys = [[byte_key(place, column) for column in range(COLUMNS)] for place in range(ROW)]
     sums: dict[int, list[int]] = {}
     for number, byte in enumerate(data, first):
         row, place = divmod(number, ROW)
         value = byte if byte < 128 else byte - 256
-        before = sums.get(row, [0] * COLUMNS)
-        sums[row] = [total + value * key for total, key in zip(before, keys[place], strict=True)]
+        old = sums.get(row, [0] * COLUMNS)
+        sums[row] = [total + value * key for total, key in zip(old, keys[place], strict=True)]
     lanes = []
     for lane in range(2):
         total = 0
         for row, columns in sums.items():
             block, number = divmod(row, ROWS)
             for column, value in enumerate(columns):
-                a = mixed(number * COLUMNS + column + ((2 + lane) << 48)) | 1
-                total += (mixed(block + ((4 + lane) << 48)) | 1) * a * value
+                a = mix(number * COLUMNS + column + ((2 + lane) << 48)) | 1
+                total += (mix(block + ((4 + lane) << 48)) | 1) * a * value
         lanes.append((total & MASK).to_bytes(8, "little"))
     text = f"{dtype} {list(shape)} ".encode() + b"".join(lanes)
     return "02" + hashlib.blake2b(text, digest_size=16).hexdigest()
 
 
-def octets(tensor: torch.Tensor) -> torch.Tensor:
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
@@ -75,44 +75,46 @@ def digest(tensor: torch.Tensor) -> str:
         torch.complex64,
     ],
 )
-def test_the_formula(dtype: torch.dtype) -> None:
+def test_documented_formula(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     for shape in ((), (0,), (3,), (7, 5), (37, 601)):
         values = torch.randn(shape) * 5
         tensor = values.to(dtype)
-        assert digest(tensor) == by_the_formula(spelling(dtype), shape, bytes(octets(tensor).numpy())), shape
+        assert digest(tensor) == reference_digest(spelling(dtype), shape, bytes(as_bytes(tensor).numpy())), (
+            shape
+        )
 
 
-def test_the_formula_across_blocks() -> None:
+def test_documented_formula_across_blocks() -> None:
     torch.manual_seed(0)
     shape, first = (2, BLOCK), BLOCK - 7_003
     tensor = torch.zeros(shape, dtype=torch.int8)
     tensor.view(-1)[first : first + 20_000].random_(-128, 128)
-    data = bytes(octets(tensor)[first : first + 20_000].numpy())
-    assert digest(tensor) == by_the_formula("I8", shape, data, first)
+    data = bytes(as_bytes(tensor)[first : first + 20_000].numpy())
+    assert digest(tensor) == reference_digest("I8", shape, data, first)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.float64])
 def test_pieces_in_any_order(dtype: torch.dtype) -> None:
     torch.manual_seed(1)
-    chosen = random.Random(0)
+    generator = random.Random(0)
     tensor = (torch.randn(411, 757) * 50).to(dtype)
     flat = tensor.view(-1)
     for _ in range(5):
-        cuts = sorted({0, flat.numel(), *(chosen.randrange(flat.numel()) for _ in range(9))})
+        cuts = sorted({0, flat.numel(), *(generator.randrange(flat.numel()) for _ in range(9))})
         pieces = list(itertools.pairwise(cuts))
-        chosen.shuffle(pieces)
+        generator.shuffle(pieces)
         sums = Digests([("t", spelling(dtype), tensor.shape)])
         for first, end in pieces:
             data = flat[first:end]
-            sums.add("t", first, data if chosen.random() < 0.5 else bytes(octets(data).numpy()))
+            sums.add("t", first, data if generator.random() < 0.5 else bytes(as_bytes(data).numpy()))
         assert sums.summed()["t"] == digest(tensor)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.int64])
 @pytest.mark.parametrize("shape", [(411, 757), (5, 70_003), (3001, 8), (700, 4096), (40, 32_768)])
-def test_rows(dtype: torch.dtype, shape: tuple[int, int]) -> None:
-    """Columns as tensor parallelism cuts them: wide and narrow, near each other and far apart."""
+def test_column_slices(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    """Wide, narrow, adjacent and distant columns, as tensor parallelism cuts them."""
     torch.manual_seed(2)
     tensor = (torch.randn(shape) * 50).to(dtype)
     sums = Digests([("t", spelling(dtype), shape)])
@@ -122,7 +124,7 @@ def test_rows(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     assert sums.summed()["t"] == digest(tensor)
 
 
-def test_what_is_left_out_or_added_twice_is_told() -> None:
+def test_missing_and_repeated_elements_are_errors() -> None:
     tensor = torch.zeros(100)
     for pieces in ([(0, 99)], [(0, 60), (40, 100)]):
         sums = Digests([("t", "F32", (100,))])
@@ -132,14 +134,14 @@ def test_what_is_left_out_or_added_twice_is_told() -> None:
             sums.summed()
 
 
-def test_dtype_and_shape_count() -> None:
+def test_dtype_and_shape_change_the_digest() -> None:
     tensor = torch.arange(24, dtype=torch.int16)
-    alike = [
+    variants = [
         tensor,
         tensor.view(2, 12),
         tensor.view(12, 2),
         tensor.view(torch.bfloat16),
         tensor.view(torch.int32),
     ]
-    assert len({digest(one) for one in alike}) == len(alike)
+    assert len({digest(variant) for variant in variants}) == len(variants)
     assert digest(tensor.view(4, 6).t().contiguous()) != digest(tensor.view(6, 4))

@@ -1,4 +1,4 @@
-"""One digest for each tensor of a live model, whatever engine, stage and number of ranks hold it."""
+"""Digests of live models do not depend on engine, stage or number of ranks."""
 
 import traceback
 from pathlib import Path
@@ -25,19 +25,19 @@ DEEPSPEED2: Options = {"engine": "deepspeed", "zero_stage": 2}
 FSDP2: Options = {"engine": "fsdp2", "zero_stage": 3}
 
 
-def widest(parameter: torch.nn.Parameter) -> Any:
+def shard_last_dimension(parameter: torch.nn.Parameter) -> Any:
     from torch.distributed.tensor import Shard
 
     return Shard(parameter.dim() - 1) if parameter.shape[-1] % 2 == 0 else None
 
 
 LOADS: dict[int, dict[str, tuple[str, Options]]] = {
-    1: {"alone": ("qwen3_moe", FSDP2)},
+    1: {"one rank": ("qwen3_moe", FSDP2)},
     2: {
         "zero3": ("qwen3_moe", DEEPSPEED3),
         "zero2": ("qwen3", DEEPSPEED2),
         "fsdp2": ("qwen3_moe", FSDP2),
-        "columns": ("qwen3_moe", {**FSDP2, "engine_config": {"shard_placement_fn": widest}}),
+        "columns": ("qwen3_moe", {**FSDP2, "engine_config": {"shard_placement_fn": shard_last_dimension}}),
         "replicas": ("qwen3", {**FSDP2, "engine_config": {"replicate": 2}}),
         "experts": ("mixtral", {**FSDP2, "expert_parallel": 2}),
         "tensors": ("parallel", {**FSDP2, "tensor_parallel": 2}),
@@ -46,7 +46,7 @@ LOADS: dict[int, dict[str, tuple[str, Options]]] = {
 }
 
 
-def of_tensors(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
+def digests_of(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
     digests = Digests((name, spelling(t.dtype), t.shape) for name, t in tensors.items())
     for name, tensor in tensors.items():
         digests.add(name, 0, tensor.detach().contiguous().view(-1))
@@ -54,14 +54,14 @@ def of_tensors(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
 
 
 def digests_of_loads(size: int, folders: dict[str, Path]) -> dict[str, dict[str, str] | str]:
-    found: dict[str, dict[str, str] | str] = {}
+    digests: dict[str, dict[str, str] | str] = {}
     for name, (kind, options) in LOADS[size].items():
         try:
             model = zerostart.load(folders[kind], **options, progress=False)
-            found[name] = zerostart.digest(model)
+            digests[name] = zerostart.digest(model)
         except Exception:
-            found[name] = traceback.format_exc()
-    return found
+            digests[name] = traceback.format_exc()
+    return digests
 
 
 @pytest.mark.slow
@@ -73,11 +73,11 @@ def test_every_layout_has_the_same_digests(size: int, checkpoints: TinyCheckpoin
         folders["parallel"] = checkpoint("qwen3", tmp_path)
     outcomes = run_ranks(digests_of_loads, size, size, folders)
     expected = {
-        kind: of_tensors(AutoModelForCausalLM.from_pretrained(folders[kind]).state_dict()) for kind in kinds
+        kind: digests_of(AutoModelForCausalLM.from_pretrained(folders[kind]).state_dict()) for kind in kinds
     }
-    for found in outcomes:
+    for digests in outcomes:
         for name, (kind, _) in LOADS[size].items():
-            assert found[name] == expected[kind], name
+            assert digests[name] == expected[kind], name
 
 
 LAYOUTS = {
@@ -91,19 +91,19 @@ LAYOUTS = {
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("shape", [(5, 7, 11), (3, 9), (64, 33, 40)])
-def test_shares_of_any_layout(shape: tuple[int, ...], layout: str, dtype: torch.dtype) -> None:
-    """Padding does not count, nor where in the storage the elements lie."""
+def test_shards_of_any_layout(shape: tuple[int, ...], layout: str, dtype: torch.dtype) -> None:
+    """Padding and storage order do not change the digest."""
     torch.manual_seed(0)
     whole = (torch.randn(shape) * 30).to(dtype)
     for size in (1, 2, 3, 4):
         digests = Digests([("t", spelling(dtype), shape)])
         for rank in range(size):
-            share: Layout = LAYOUTS[layout](shape, rank, size)  # type: ignore[operator]
-            storage = torch.full((share.numel,), 77).to(dtype)
-            for first, count, place in share.runs():
-                storage[place : place + count] = whole.view(-1)[first : first + count]
-            add_share(digests, "t", share, storage)
-        assert digests.summed() == of_tensors({"t": whole})
+            shard: Layout = LAYOUTS[layout](shape, rank, size)  # type: ignore[operator]
+            storage = torch.full((shard.numel,), 77).to(dtype)
+            for first, count, start in shard.runs():
+                storage[start : start + count] = whole.view(-1)[first : first + count]
+            add_share(digests, "t", shard, storage)
+        assert digests.summed() == digests_of({"t": whole})
 
 
 def test_replicas_count_once() -> None:
@@ -112,12 +112,12 @@ def test_replicas_count_once() -> None:
     digests = Digests([("t", "F32", whole.shape)])
     for number in range(3):
         add_share(digests, "t", layout.part(number, 3), whole.view(-1))
-    assert digests.summed() == of_tensors({"t": whole})
+    assert digests.summed() == digests_of({"t": whole})
 
 
-def test_files_have_them_too(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
+def test_files_have_the_same_digests(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     folder = checkpoints("qwen3_moe", torch.bfloat16, sharded=True)
     tensors = {n: t for file in folder.glob("*.safetensors") for n, t in load_file(file).items()}
-    assert file_digests(open_catalog(folder)) == of_tensors(tensors)
+    assert file_digests(open_catalog(folder)) == digests_of(tensors)

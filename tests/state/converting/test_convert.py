@@ -1,4 +1,4 @@
-"""``zerostart.convert``: the libraries that own the formats open the result, and it leads back."""
+"""``zerostart.convert``: other libraries open the result, and converting back restores it."""
 
 import json
 import os
@@ -20,28 +20,28 @@ from zerostart.state.converting.convert import convert
 BF16 = torch.bfloat16
 
 
-def run(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as ended:
+def run_convert(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as exit_info:
         main(["convert", *arguments])
-    return int(ended.value.code or 0)
+    return int(exit_info.value.code or 0)
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
+def read_weights(folder: Path) -> dict[str, torch.Tensor]:
     return {name: t for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
 
 
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+def same_tensors(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(
         a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]) for name in a
     )
 
 
-def load_dcp(place: Path, like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def load_dcp(folder: Path, like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     import torch.distributed.checkpoint as dcp
 
-    found = {name: torch.zeros_like(tensor) for name, tensor in like.items()}
-    dcp.load(found, checkpoint_id=place, no_dist=True)
-    return found
+    tensors = {name: torch.zeros_like(tensor) for name, tensor in like.items()}
+    dcp.load(tensors, checkpoint_id=folder, no_dist=True)
+    return tensors
 
 
 def test_round_trips_keep_the_bytes(
@@ -49,32 +49,30 @@ def test_round_trips_keep_the_bytes(
 ) -> None:
     monkeypatch.setattr(distributed, "_CHUNK_BYTES", 1 << 12)
     folder = checkpoints("qwen3", BF16, sharded=True)
-    straight = convert(folder, tmp_path / "straight", "hf", max_shard_size="20KB")
-    assert len(straight.files) > 1
+    direct = convert(folder, tmp_path / "direct", "hf", max_shard_size="20KB")
+    assert len(direct.files) > 1
     assert convert(folder, tmp_path / "dcp", "dcp").files == ("__0_0.distcp",)
-    assert same(load_dcp(tmp_path / "dcp", weights(folder)), weights(folder))
-    again = convert(tmp_path / "dcp", tmp_path / "again", "hf", max_shard_size="20KB")
-    assert again.files == straight.files
-    for file in straight.files:
-        assert (tmp_path / "again" / file).read_bytes() == (tmp_path / "straight" / file).read_bytes()
+    assert same_tensors(load_dcp(tmp_path / "dcp", read_weights(folder)), read_weights(folder))
+    round_trip = convert(tmp_path / "dcp", tmp_path / "again", "hf", max_shard_size="20KB")
+    assert round_trip.files == direct.files
+    for file in direct.files:
+        assert (tmp_path / "again" / file).read_bytes() == (tmp_path / "direct" / file).read_bytes()
     zerostart.verify(tmp_path / "again")
-    for place in ("straight", "dcp"):
-        assert json.loads((tmp_path / place / "config.json").read_text())["model_type"] == "qwen3"
-        assert (tmp_path / place / "tokenizer.json").exists() == (folder / "tokenizer.json").exists()
+    for name in ("direct", "dcp"):
+        assert json.loads((tmp_path / name / "config.json").read_text())["model_type"] == "qwen3"
+        assert (tmp_path / name / "tokenizer.json").exists() == (folder / "tokenizer.json").exists()
 
 
 @pytest.mark.slow
-def test_two_ranks_write_what_one_writes(tmp_path: Path, checkpoints: TinyCheckpoints) -> None:
+def test_two_ranks_write_the_same_tensors(tmp_path: Path, checkpoints: TinyCheckpoints) -> None:
     folder = checkpoints("qwen3", BF16)
     for to in ("hf", "dcp"):
         run_ranks(convert, 2, str(folder), str(tmp_path / to), to)
-    assert same(weights(tmp_path / "hf"), weights(folder))
-    assert same(load_dcp(tmp_path / "dcp", weights(folder)), weights(folder))
+    assert same_tensors(read_weights(tmp_path / "hf"), read_weights(folder))
+    assert same_tensors(load_dcp(tmp_path / "dcp", read_weights(folder)), read_weights(folder))
 
 
-def test_experts_are_fused_in_a_training_and_single_in_the_original(
-    tmp_path: Path, checkpoints: TinyCheckpoints
-) -> None:
+def test_fused_experts_are_split_in_the_original_layout(tmp_path: Path, checkpoints: TinyCheckpoints) -> None:
     from transformers import AutoModelForCausalLM
 
     folder = checkpoints("qwen3_moe", BF16)
@@ -83,21 +81,21 @@ def test_experts_are_fused_in_a_training_and_single_in_the_original(
     save_file(fused, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     assert any("gate_up_proj" in name for name in load_file(tmp_path / "model.safetensors"))
-    assert run(str(tmp_path), str(tmp_path / "out"), "--to", "original", "--dtype", "bfloat16") == 0
-    assert same(weights(tmp_path / "out"), weights(folder))
+    assert run_convert(str(tmp_path), str(tmp_path / "out"), "--to", "original", "--dtype", "bfloat16") == 0
+    assert same_tensors(read_weights(tmp_path / "out"), read_weights(folder))
 
 
-def test_a_directory_with_files_is_not_written_to(tmp_path: Path, checkpoints: TinyCheckpoints) -> None:
+def test_nonempty_target_is_refused(tmp_path: Path, checkpoints: TinyCheckpoints) -> None:
     folder = checkpoints("qwen3", BF16)
     convert(folder, tmp_path / "hf", "hf")
-    (tmp_path / "taken").mkdir()
-    (tmp_path / "taken" / "notes").write_text("mine")
+    (tmp_path / "nonempty").mkdir()
+    (tmp_path / "nonempty" / "notes").write_text("mine")
     for to in ("hf", "dcp"):
         with pytest.raises(ConfigError, match="notes exists"):
-            convert(tmp_path / "hf", tmp_path / "taken", to)
+            convert(tmp_path / "hf", tmp_path / "nonempty", to)
         with pytest.raises(ConfigError, match="name another directory"):
             convert(tmp_path / "hf", tmp_path / "hf", to)
-    assert os.listdir(tmp_path / "taken") == ["notes"]  # noqa: PTH208
+    assert os.listdir(tmp_path / "nonempty") == ["notes"]  # noqa: PTH208
     with pytest.raises(ConfigError, match="none of the formats"):
         convert(folder, tmp_path / "zero", "zero")
 
@@ -117,16 +115,16 @@ def test_a_failure_leaves_nothing(
         assert not (tmp_path / "out").exists() or not os.listdir(tmp_path / "out")  # noqa: PTH208
 
 
-def test_tensors_without_elements_are_several(tmp_path: Path) -> None:
+def test_empty_tensors_are_not_taken_for_ties(tmp_path: Path) -> None:
     import torch.distributed.checkpoint as dcp
 
     values = {"a": torch.empty(0, 2), "b": torch.empty(0, 2), "c": torch.ones(1), "d": torch.tensor(3.0)}
     dcp.save(values, checkpoint_id=tmp_path / "dcp", no_dist=True)
     (tmp_path / "dcp" / "config.json").write_text('{"tie_word_embeddings": true}')
     convert(tmp_path / "dcp", tmp_path / "hf", "hf")
-    assert same(weights(tmp_path / "hf"), values)
+    assert same_tensors(read_weights(tmp_path / "hf"), values)
     convert(tmp_path / "hf", tmp_path / "again", "dcp")
-    assert same(load_dcp(tmp_path / "again", values), values)
+    assert same_tensors(load_dcp(tmp_path / "again", values), values)
 
 
 @pytest.mark.slow
@@ -134,14 +132,14 @@ def test_tensors_without_elements_are_several(tmp_path: Path) -> None:
 def test_a_dequantised_checkpoint_has_a_plain_configuration(tmp_path: Path, kind: str) -> None:
     from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
 
-    how = FineGrainedFP8Config if kind.endswith("fp8") else Mxfp4Config
+    quantization = FineGrainedFP8Config if kind.endswith("fp8") else Mxfp4Config
     QUANTISED[kind](tmp_path / "quantised")
     expected = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "quantised", quantization_config=how(dequantize=True)
+        tmp_path / "quantised", quantization_config=quantization(dequantize=True)
     )
     for to in ("original", "hf"):
         convert(tmp_path / "quantised", tmp_path / to, to)
         config = json.loads((tmp_path / to / "config.json").read_text())
         assert ("quantization_config" in config) == (to == "hf"), to
-    found = AutoModelForCausalLM.from_pretrained(tmp_path / "original")
-    assert same(dict(found.state_dict()), dict(expected.state_dict()))
+    converted = AutoModelForCausalLM.from_pretrained(tmp_path / "original")
+    assert same_tensors(dict(converted.state_dict()), dict(expected.state_dict()))

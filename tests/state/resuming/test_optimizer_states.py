@@ -1,4 +1,4 @@
-"""Optimizers that keep more than AdamW does: it comes back, or the save says by name what it would lose."""
+"""Optimizers with more state than AdamW: restored, or refused by name."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,8 +13,8 @@ from tests.ranks import run_ranks
 from zerostart.errors import ConfigError
 
 
-class Counting(torch.optim.SGD):
-    """Numbers of its own, in its state dict and under no parameter of its state."""
+class SGDWithHistory(torch.optim.SGD):
+    """Optimizer with additional values in its state dict."""
 
     def __init__(self, parameters: Any, lr: float = 0.1) -> None:
         super().__init__(parameters, lr=lr, momentum=0.9)
@@ -31,12 +31,12 @@ class Lookahead(torch.optim.Optimizer):
         self.optimizer = optimizer
 
 
-def net() -> nn.Module:
+def make_model() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4, bias=False))
 
 
-def trained(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, width: int = 8) -> list[float]:
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, width: int = 8) -> list[float]:
     losses = []
     for step in steps:
         generator = torch.Generator().manual_seed(step)
@@ -54,75 +54,75 @@ def adafactor(parameters: Any) -> torch.optim.Optimizer:
     return Adafactor(parameters, lr=1e-2, relative_step=False, beta1=0.9)
 
 
-WHOLE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "torch's Adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
     "transformers' Adafactor": adafactor,
     "Muon": lambda p: torch.optim.Muon([x for x in p if x.dim() == 2], lr=1e-2),
 }
 
 
-@pytest.mark.parametrize("name", WHOLE)
-def test_a_whole_model_goes_on(name: str, tmp_path: Path) -> None:
-    model = net()
-    optimizer = WHOLE[name](model.parameters())
-    trained(model, optimizer, range(2))
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_unsharded_model_resumes(name: str, tmp_path: Path) -> None:
+    model = make_model()
+    optimizer = OPTIMIZERS[name](model.parameters())
+    train(model, optimizer, range(2))
     zerostart.save_state(tmp_path / "state", model, optimizer)
-    wanted = trained(model, optimizer, range(2, 5))
-    other = net()
-    resumed = WHOLE[name](other.parameters())
-    zerostart.load_state(tmp_path / "state", other, resumed)
-    assert trained(other, resumed, range(2, 5)) == wanted
-    zerostart.load_state(tmp_path / "state", model, optimizer)  # of one that has gone on
-    assert trained(model, optimizer, range(2, 5)) == wanted
+    expected = train(model, optimizer, range(2, 5))
+    resumed_model = make_model()
+    resumed = OPTIMIZERS[name](resumed_model.parameters())
+    zerostart.load_state(tmp_path / "state", resumed_model, resumed)
+    assert train(resumed_model, resumed, range(2, 5)) == expected
+    zerostart.load_state(tmp_path / "state", model, optimizer)  # into the model that was trained further
+    assert train(model, optimizer, range(2, 5)) == expected
     zerostart.verify(tmp_path / "state")
 
 
 def test_an_optimizer_around_another_is_refused(tmp_path: Path) -> None:
-    model = net()
+    model = make_model()
     optimizer = Lookahead(torch.optim.AdamW(model.parameters()))
     with pytest.raises(ConfigError, match="Lookahead wraps another one, a AdamW, in its attribute optimizer"):
         zerostart.save_state(tmp_path / "state", model, optimizer)
     assert not (tmp_path / "state").exists()
 
 
-def test_values_of_its_own_are_refused(tmp_path: Path) -> None:
-    model = net()
-    with pytest.raises(ConfigError, match=r"Counting has additional values .*ramp, history"):
-        zerostart.save_state(tmp_path / "state", model, Counting(model.parameters()))
+def test_additional_values_are_refused(tmp_path: Path) -> None:
+    model = make_model()
+    with pytest.raises(ConfigError, match=r"SGDWithHistory has additional values .*ramp, history"):
+        zerostart.save_state(tmp_path / "state", model, SGDWithHistory(model.parameters()))
 
 
-def test_a_state_of_no_parameter_is_refused(tmp_path: Path) -> None:
-    model = net()
+def test_state_without_a_parameter_is_refused(tmp_path: Path) -> None:
+    model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.state[torch.ones(2)]["step"] = 3
     with pytest.raises(ConfigError, match="in none of its groups"):
         zerostart.save_state(tmp_path / "state", model, optimizer)
 
 
-def test_an_averaged_model_counts_on(tmp_path: Path) -> None:
-    models = [torch.optim.swa_utils.AveragedModel(net()) for _ in range(2)]
+def test_averaged_model_keeps_its_count(tmp_path: Path) -> None:
+    models = [torch.optim.swa_utils.AveragedModel(make_model()) for _ in range(2)]
     for _ in range(3):
-        models[0].update_parameters(net())
+        models[0].update_parameters(make_model())
     zerostart.save_state(tmp_path / "state", models[0])
     zerostart.load_state(tmp_path / "state", models[1])
     assert models[1].n_averaged == 3
 
 
-def muons(folder: Path, saves: bool) -> list[float]:
+def train_with_muon(folder: Path, save: bool) -> list[float]:
     from torch.distributed.fsdp import fully_shard
 
-    model = fully_shard(net())
+    model = fully_shard(make_model())
     optimizer = torch.optim.Muon([p for p in model.parameters() if p.dim() == 2], lr=1e-2)
-    if saves:
-        trained(model, optimizer, range(2))
+    if save:
+        train(model, optimizer, range(2))
         zerostart.save_state(folder, model, optimizer)
     else:
         zerostart.load_state(folder, model, optimizer)
-    return trained(model, optimizer, range(2, 5))
+    return train(model, optimizer, range(2, 5))
 
 
 @pytest.mark.slow
-def test_muon_goes_on_with_other_ranks(tmp_path: Path) -> None:
-    wanted = run_ranks(muons, 2, tmp_path / "state", True)[0]
-    assert run_ranks(muons, 2, tmp_path / "state", False)[0] == wanted
-    assert run_ranks(muons, 1, tmp_path / "state", False)[0] == pytest.approx(wanted, rel=1e-3)
+def test_muon_resumes_on_other_ranks(tmp_path: Path) -> None:
+    expected = run_ranks(train_with_muon, 2, tmp_path / "state", True)[0]
+    assert run_ranks(train_with_muon, 2, tmp_path / "state", False)[0] == expected
+    assert run_ranks(train_with_muon, 1, tmp_path / "state", False)[0] == pytest.approx(expected, rel=1e-3)

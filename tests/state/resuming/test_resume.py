@@ -1,4 +1,4 @@
-"""Resuming: the losses after it are those of the run that was never interrupted."""
+"""Resumed runs have the losses of the run that was never interrupted."""
 
 import json
 from dataclasses import replace
@@ -19,33 +19,33 @@ from tests.state.resuming.trainings import (
     ZERO,
     Case,
     Run,
-    both,
-    resumed,
+    find_differences,
+    resume,
     train,
-    uninterrupted,
+    train_on,
 )
 from zerostart.upstream.deepspeed.zero3_partitions import load_operations
 
 
-def journey(path: Path, cases: list[tuple[str, Case]], folder: Path) -> list[str]:
-    """Save with the first, go on with each of the others in turn, which saves for the next."""
+def resume_in_turn(path: Path, cases: list[tuple[str, Case]], folder: Path) -> list[str]:
+    """Save with the first case; each further case resumes and saves for the next."""
     (_, first), *others = cases
     count = FIRST + len(others) + MORE
-    wanted = train(path, first, range(count), save=folder / "0", at=FIRST)
-    wrong = []
+    expected = train(path, first, range(count), save=folder / "0", at=FIRST)
+    errors = []
     for number, (name, case) in enumerate(others):
         start = FIRST + number
         steps = range(start, count)
-        found = train(
+        losses = train(
             path, case, steps, load=folder / str(number), save=folder / str(number + 1), at=start + 1
         )
-        worst = max(abs(a - b) / b for a, b in zip(found, wanted[start:], strict=True))
+        worst = max(abs(a - b) / b for a, b in zip(losses, expected[start:], strict=True))
         if worst > 1e-5:
-            wrong.append(f"{name}: {worst:.1e}")
-    return wrong
+            errors.append(f"{name}: {worst:.1e}")
+    return errors
 
 
-WAY = [
+ENGINE_SEQUENCE = [
     ("ZeRO-3", ZERO),
     ("ZeRO-3 to FSDP2", FSDP2),
     ("FSDP2 to ZeRO-2", Case("deepspeed", 2)),
@@ -54,11 +54,11 @@ WAY = [
 ]
 
 
-def test_losses_go_on_from_engine_to_engine(paths: dict[str, Path], tmp_path: Path) -> None:
-    assert run_ranks(journey, 2, paths["qwen3"], WAY, tmp_path) == [[], []]
+def test_losses_continue_from_engine_to_engine(paths: dict[str, Path], tmp_path: Path) -> None:
+    assert run_ranks(resume_in_turn, 2, paths["qwen3"], ENGINE_SEQUENCE, tmp_path) == [[], []]
 
 
-def hop(path: Path, case: Case, folder: Path, load: str, save: str) -> None:
+def load_and_save(path: Path, case: Case, folder: Path, load: str, save: str) -> None:
     run = Run(path, case)
     if load:
         zerostart.load_state(folder / load, *run.state)
@@ -69,12 +69,12 @@ def hop(path: Path, case: Case, folder: Path, load: str, save: str) -> None:
     run.end()
 
 
-def bits(path: Path) -> tuple[dict[str, str], dict[str, str]]:
-    """Digests of what is stepped (masters, else parameters) and its moments, and of the parameters."""
+def read_digests(path: Path) -> tuple[dict[str, str], dict[str, str]]:
+    """Return digests of the updated values with their moments, and of the parameters."""
     digests = json.loads((path / "state.json").read_text())["digests"]
     model, state = digests["model"], digests["state"]
-    stepped = {name: state.get(f"master/{name}", model[name]) for name in model}
-    return stepped | {n: d for n, d in state.items() if n.startswith("optimizer/")}, model
+    updated = {name: state.get(f"master/{name}", model[name]) for name in model}
+    return updated | {n: d for n, d in state.items() if n.startswith("optimizer/")}, model
 
 
 @pytest.mark.slow
@@ -82,43 +82,43 @@ def test_masters_and_moments_keep_their_bits_from_bf16_to_fp32_and_back(
     paths: dict[str, Path], tmp_path: Path
 ) -> None:
     zero, fsdp2 = Case("deepspeed", bf16=True, groups="two"), Case("fsdp2", bf16=True, groups="turned")
-    run_ranks(hop, 2, paths["qwen3"], zero, tmp_path, "", "a")
-    run_ranks(hop, 3, paths["qwen3"], fsdp2, tmp_path, "a", "b")
-    run_ranks(hop, 2, paths["qwen3"], replace(zero, stage=2), tmp_path, "b", "c")
-    (held, low), (between, _), (after, lower) = (bits(tmp_path / name) for name in "abc")
-    assert len(held) > 40
-    assert held == between == after
-    assert low == lower
+    run_ranks(load_and_save, 2, paths["qwen3"], zero, tmp_path, "", "a")
+    run_ranks(load_and_save, 3, paths["qwen3"], fsdp2, tmp_path, "a", "b")
+    run_ranks(load_and_save, 2, paths["qwen3"], replace(zero, stage=2), tmp_path, "b", "c")
+    (before, low), (fp32, _), (after, low_after) = (read_digests(tmp_path / name) for name in "abc")
+    assert len(before) > 40
+    assert before == fp32 == after
+    assert low == low_after
 
 
-def model_folder(path: Path, cases: dict[str, Case], folder: Path) -> list[str]:
-    """The weights as plain transformers reads them from ``model/``, and what verify says of all."""
+def open_models(path: Path, cases: dict[str, Case], folder: Path) -> list[str]:
+    """Compare ``model/`` opened by plain transformers with the live model."""
     from transformers import AutoModelForCausalLM
 
-    wrong = []
+    errors = []
     for name, case in cases.items():
         run = Run(path, case)
         run.step(0)
         zerostart.save_state(folder / name, *run.state)
         zerostart.verify(folder / name)
         plain = AutoModelForCausalLM.from_pretrained(folder / name / "model").state_dict()
-        held = dict(zerostart.full_tensors(run.model, rank=None))
-        wrong += [f"{name}: {n}" for n, t in held.items() if t is None or not torch.equal(t, plain[n])]
+        tensors = dict(zerostart.full_tensors(run.model, rank=None))
+        errors += [f"{name}: {n}" for n, t in tensors.items() if t is None or not torch.equal(t, plain[n])]
         run.end()
-    return wrong
+    return errors
 
 
 @pytest.mark.slow
-def test_the_model_is_a_directory_by_itself(paths: dict[str, Path], tmp_path: Path) -> None:
+def test_model_folder_is_an_ordinary_checkpoint(paths: dict[str, Path], tmp_path: Path) -> None:
     cases = {"FSDP2": FSDP2, "ZeRO-3": Case("deepspeed", bf16=True)}
-    assert run_ranks(model_folder, 2, paths["qwen3"], cases, tmp_path / "states") == [[], []]
-    assert run_ranks(model_folder, 2, paths["mixtral"], {"experts": FSDP2}, tmp_path / "more") == [[], []]
+    assert run_ranks(open_models, 2, paths["qwen3"], cases, tmp_path / "states") == [[], []]
+    assert run_ranks(open_models, 2, paths["mixtral"], {"experts": FSDP2}, tmp_path / "more") == [[], []]
 
 
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 18, "loss_scale_window": 2, "hysteresis": 1}}
 SCHEDULE = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 9, "warmup_max_lr": 2e-2}}}
-#: On the same ranks, to the bit.
-SAME = {
+#: Cases whose losses on the same ranks must match in every bit.
+BITWISE_CASES = {
     "FSDP2": FSDP2,
     "FSDP2, bf16, two groups": Case("fsdp2", bf16=True, groups="two"),
     "ZeRO-3": ZERO,
@@ -157,11 +157,11 @@ SAME = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SAME)
+@pytest.mark.parametrize("name", BITWISE_CASES)
 def test_losses_are_the_same_bits_with_every_option(
     name: str, paths: dict[str, Path], tmp_path: Path
 ) -> None:
-    assert run_ranks(both, 2, paths, {name: SAME[name]}, tmp_path) == [[], []]
+    assert run_ranks(find_differences, 2, paths, {name: BITWISE_CASES[name]}, tmp_path) == [[], []]
 
 
 CPU_ADAM = Case("deepspeed", 3, OFFLOADED, cpu_adam=True)
@@ -188,18 +188,18 @@ CHANGES = {
     "name",
     [pytest.param(n, marks=() if n == "ZeRO-3 on 4 to ZeRO-2 on 2" else pytest.mark.slow) for n in CHANGES],
 )
-def test_losses_go_on_elsewhere(name: str, paths: dict[str, Path], tmp_path: Path) -> None:
-    one, ranks, other, others = CHANGES[name]
-    if one.cpu_adam or other.cpu_adam:
-        load_operations(("CPUAdamBuilder",))  # compiled once, before ranks would each
-    wanted = run_ranks(uninterrupted, ranks, paths[one.kind], one, tmp_path / "state")[0]
-    found = run_ranks(resumed, others, paths[one.kind], other, tmp_path / "state")[0]
-    assert found == pytest.approx(wanted, rel=1e-5)
+def test_losses_continue_on_other_ranks(name: str, paths: dict[str, Path], tmp_path: Path) -> None:
+    first, ranks, second, second_ranks = CHANGES[name]
+    if first.cpu_adam or second.cpu_adam:
+        load_operations(("CPUAdamBuilder",))  # compile once, not on every rank
+    expected = run_ranks(train_on, ranks, paths[first.kind], first, tmp_path / "state")[0]
+    losses = run_ranks(resume, second_ranks, paths[first.kind], second, tmp_path / "state")[0]
+    assert losses == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.slow
-def test_a_vocabulary_that_no_number_of_ranks_divides_goes_on(tmp_path: Path) -> None:
+def test_indivisible_vocabulary_resumes(tmp_path: Path) -> None:
     path = checkpoint("qwen3", tmp_path, vocab_size=VOCABULARY + 1)
-    wanted = run_ranks(uninterrupted, 2, path, FSDP2, tmp_path / "state")[0]
+    losses = run_ranks(train_on, 2, path, FSDP2, tmp_path / "state")[0]
     for case, ranks in ((FSDP2, 3), (Case("deepspeed", 2), 3), (ZERO, 4)):
-        assert run_ranks(resumed, ranks, path, case, tmp_path / "state")[0] == pytest.approx(wanted, rel=1e-5)
+        assert run_ranks(resume, ranks, path, case, tmp_path / "state")[0] == pytest.approx(losses, rel=1e-5)

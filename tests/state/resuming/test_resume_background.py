@@ -1,4 +1,4 @@
-"""Saving while training goes on: a checkpoint is of the moment of the call, and no error is lost."""
+"""A background save stores the state of the call and raises its errors."""
 
 import os
 from pathlib import Path
@@ -17,52 +17,52 @@ FIRST, MORE = 2, 3
 CASES = {"FSDP2": Case("fsdp2"), "ZeRO-2": Case("deepspeed", 2, bf16=True), "ZeRO-3": Case("deepspeed")}
 
 
-def meanwhile(path: Path, folder: Path) -> list[str]:
-    wrong = []
+def train_during_save(path: Path, folder: Path) -> list[str]:
+    differences = []
     for name, case in CASES.items():
-        place = folder / name
-        wanted = train(path, case, range(FIRST + MORE), save=place, at=FIRST, wait=False)[FIRST:]
-        found = train(path, case, range(FIRST, FIRST + MORE), load=place)
-        if found != wanted:
-            wrong.append(f"{name}: {found} for {wanted}")
-    return wrong
+        state = folder / name
+        expected = train(path, case, range(FIRST + MORE), save=state, at=FIRST, wait=False)[FIRST:]
+        actual = train(path, case, range(FIRST, FIRST + MORE), load=state)
+        if actual != expected:
+            differences.append(f"{name}: {actual} for {expected}")
+    return differences
 
 
 @pytest.mark.slow
-def test_the_checkpoint_is_of_the_moment_of_the_call(tmp_path: Path) -> None:
+def test_state_is_that_of_the_call(tmp_path: Path) -> None:
     path = checkpoint("qwen3", tmp_path)
-    assert run_ranks(meanwhile, 2, path, tmp_path / "states") == [[], []]
+    assert run_ranks(train_during_save, 2, path, tmp_path / "states") == [[], []]
 
 
-def failing(path: Path, folder: Path) -> None:
-    """One rank's disk is full: all ranks hear of it, once, and what was there before stays."""
+def fail_in_the_background(path: Path, folder: Path) -> None:
+    """Fill one rank's disk: all ranks raise and keep the earlier state."""
     run = Run(path, Case("fsdp2"))
     zerostart.save_state(folder / "state", *run.state, extra=1)
     run.step(0)
     pwrite = os.pwrite
 
-    def full(*arguments: Any) -> int:
+    def raise_no_space(*arguments: Any) -> int:
         raise OSError(28, "No space left on device")
 
-    def broken() -> Any:
-        os.pwrite = full if dist.get_rank() == 1 else pwrite
+    def save_with_full_disk() -> Any:
+        os.pwrite = raise_no_space if dist.get_rank() == 1 else pwrite
         return zerostart.save_state(folder / "state", *run.state, extra=2, wait=False)
 
     try:
-        handle = broken()
+        handle = save_with_full_disk()
         run.step(1)
         with pytest.raises(zerostart.errors.WriteError, match="No space left"):
             handle.wait()
         handle.wait()
-        handle = broken()
-        if dist.get_rank() == 0:  # one rank alone asks
+        handle = save_with_full_disk()
+        if dist.get_rank() == 0:  # wait() on one rank only
             with pytest.raises(zerostart.errors.WriteError, match="No space left"):
                 handle.wait()
         with pytest.raises(zerostart.errors.WriteError, match="No space left"):
             zerostart.save_state(folder / "state", *run.state)
     finally:
         os.pwrite = pwrite
-    dist.barrier()  # The first rank removes what was begun.
+    dist.barrier()  # rank 0 deletes the unfinished files
     assert [path.name for path in folder.iterdir()] == ["state"]
     assert zerostart.load_state(folder / "state", *run.state) == 1
     with pytest.raises(zerostart.errors.InsufficientMemoryError, match="use wait=True"):
@@ -76,7 +76,7 @@ def failing(path: Path, folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_error_is_told_by_wait_or_by_the_next_save(tmp_path: Path) -> None:
+def test_wait_or_the_next_save_raises_the_error(tmp_path: Path) -> None:
     states = tmp_path / "states"
     states.mkdir()
-    run_ranks(failing, 2, checkpoint("qwen3", tmp_path), states)
+    run_ranks(fail_in_the_background, 2, checkpoint("qwen3", tmp_path), states)

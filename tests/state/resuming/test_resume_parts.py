@@ -1,4 +1,4 @@
-"""The parts of a training checkpoint by themselves: values in JSON, random states, which checkpoints stay."""
+"""Parts of a training state: values in JSON, and which checkpoints are pruned."""
 
 import json
 import math
@@ -15,21 +15,21 @@ from zerostart.state.resuming.retention import list_complete, prune
 from zerostart.state.resuming.values import decode, encode_checked
 
 
-def alike(a: Any, b: Any) -> bool:
+def same_values(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor):
         return isinstance(b, torch.Tensor) and a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
     if isinstance(a, (list, tuple)):
-        return type(a) is type(b) and len(a) == len(b) and all(map(alike, a, b))
+        return type(a) is type(b) and len(a) == len(b) and all(map(same_values, a, b))
     if isinstance(a, dict):
-        return type(a) is type(b) and list(a) == list(b) and all(alike(a[key], b[key]) for key in a)
+        return type(a) is type(b) and list(a) == list(b) and all(same_values(a[key], b[key]) for key in a)
     return type(a) is type(b) and (a == b or (a != a and b != b))
 
 
-def nested(depth: int) -> list[Any]:
-    made: list[Any] = []
+def nest(depth: int) -> list[Any]:
+    value: list[Any] = []
     for _ in range(depth):
-        made = [made]
-    return made
+        value = [value]
+    return value
 
 
 VALUES: list[Any] = [
@@ -50,10 +50,10 @@ VALUES: list[Any] = [
 
 
 @pytest.mark.parametrize("value", VALUES, ids=range(len(VALUES)))
-def test_a_value_comes_back_from_json_as_it_was(value: Any) -> None:
+def test_values_survive_json(value: Any) -> None:
     tensors: dict[str, torch.Tensor] = {}
     text = json.dumps(encode_checked(value, "extra", tensors), allow_nan=False)
-    assert alike(value, decode(json.loads(text), tensors))
+    assert same_values(value, decode(json.loads(text), tensors))
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_a_value_comes_back_from_json_as_it_was(value: Any) -> None:
     [
         ({"a": "half \ud800"}, "extra would not be read back correctly as JSON"),
         ([10**5000], "extra would not be read back correctly as JSON"),
-        (nested(3000), "extra is nested too deeply"),
+        (nest(3000), "extra is nested too deeply"),
         (
             {"a": torch.zeros(2, dtype=torch.complex128)},
             r"extra\.a has elements of the type torch",
@@ -70,28 +70,28 @@ def test_a_value_comes_back_from_json_as_it_was(value: Any) -> None:
         ([torch.empty(2, device="meta")], r"extra\.0 is a Tensor, but not a dense tensor"),
     ],
 )
-def test_what_is_no_value_is_named_with_its_place(value: Any, where: str) -> None:
+def test_unsupported_values_are_named_by_path(value: Any, where: str) -> None:
     with pytest.raises(ConfigError, match=where):
         encode_checked(value, "extra", {})
 
 
-def states(folder: Path, count: int) -> None:
+def write_states(folder: Path, count: int) -> None:
     for number in range(count):
-        place = folder / f"step-{number}"
-        place.mkdir()
-        (place / "weights").write_text("bytes")
-        marker = place / "state.json"
+        state = folder / f"step-{number}"
+        state.mkdir()
+        (state / "weights").write_text("bytes")
+        marker = state / "state.json"
         marker.write_text(
             json.dumps({"format": 1, "files": {"weights": {"bytes": 5}}, "extra": {"loss": abs(number - 1)}})
         )
         os.utime(marker, ns=(number, number))
 
 
-def test_the_last_and_the_best_stay(tmp_path: Path) -> None:
-    states(tmp_path, 5)
+def test_prune_keeps_the_last_and_the_best(tmp_path: Path) -> None:
+    write_states(tmp_path, 5)
     (tmp_path / "unfinished").mkdir()
-    told = {3: None, 2: math.nan}
-    removed = prune(tmp_path, 2, 1, lambda extra: told.get(extra["loss"], -extra["loss"]))
+    losses = {3: None, 2: math.nan}
+    removed = prune(tmp_path, 2, 1, lambda extra: losses.get(extra["loss"], -extra["loss"]))
     assert [path.name for path in removed] == ["step-0", "step-2"]
     assert [path.name for path in list_complete(tmp_path)] == ["step-1", "step-3", "step-4"]
     assert prune(tmp_path, None) == []

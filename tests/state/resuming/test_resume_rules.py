@@ -1,4 +1,4 @@
-"""What comes back beside weights and moments, and what is refused by name."""
+"""Further values that a state restores, and refusals."""
 
 from functools import partial
 from pathlib import Path
@@ -15,31 +15,31 @@ from tests.state.resuming.trainings import FSDP2, OFFLOADED, RATE, ZERO, Case, R
 from zerostart.state.resuming.load_state import restore_state
 
 
-def window(path: Path, cases: dict[str, Case], folder: Path) -> list[str]:
-    """Saved after the first of three batches that make up a step."""
-    wrong = []
+def save_within_accumulation(path: Path, cases: dict[str, Case], folder: Path) -> list[str]:
+    """Save after the first of three batches of a step."""
+    errors = []
     for number, (name, case) in enumerate(cases.items()):
-        place = folder / str(number)
+        state = folder / str(number)
         run = Run(path, case)
         run.step(0)
         run.step(1, range(1))
-        zerostart.save_state(place, *run.state)
-        wanted = run.step(1, range(1, 3)) + run.step(2)
+        zerostart.save_state(state, *run.state)
+        expected = run.step(1, range(1, 3)) + run.step(2)
         run.end()
         run = Run(path, case)
-        zerostart.load_state(place, *run.state)
-        found = run.step(1, range(1, 3)) + run.step(2)
-        if case.engine == "deepspeed":  # without gradients no window goes on: the next one begins
-            restore_state(place, run.state[0], None, stepped=False)
+        zerostart.load_state(state, *run.state)
+        actual = run.step(1, range(1, 3)) + run.step(2)
+        if case.engine == "deepspeed":  # without gradients, accumulation starts again
+            restore_state(state, run.state[0], None, stepped=False)
             if run.state[0].micro_steps % case.accumulate:
-                wrong.append(f"{name}: {run.state[0].micro_steps} of a window without gradients")
+                errors.append(f"{name}: {run.state[0].micro_steps} batches counted without gradients")
         run.end()
-        if found != wanted:
-            wrong.append(f"{name}: {found} for {wanted}")
-    return wrong
+        if actual != expected:
+            errors.append(f"{name}: {actual} for {expected}")
+    return errors
 
 
-WINDOWS = {
+ACCUMULATION_CASES = {
     "FSDP2": Case("fsdp2", accumulate=3),
     "ZeRO-3": Case("deepspeed", accumulate=3, bf16=True),
     "ZeRO-3, offloaded": Case("deepspeed", zero=OFFLOADED, accumulate=3),
@@ -51,11 +51,11 @@ WINDOWS = {
 
 
 @pytest.mark.slow
-def test_gradients_of_a_window_are_added_to(paths: dict[str, Path], tmp_path: Path) -> None:
-    assert run_ranks(window, 2, paths["qwen3"], WINDOWS, tmp_path) == [[], []]
+def test_accumulated_gradients_are_restored(paths: dict[str, Path], tmp_path: Path) -> None:
+    assert run_ranks(save_within_accumulation, 2, paths["qwen3"], ACCUMULATION_CASES, tmp_path) == [[], []]
 
 
-def not_in_a_window(path: Path, folder: Path) -> None:
+def refuse_within_accumulation(path: Path, folder: Path) -> None:
     for case in (Case("deepspeed", 1, accumulate=3), Case("deepspeed", 2, OFFLOADED, accumulate=3)):
         run = Run(path, case)
         run.step(0, range(1))
@@ -65,30 +65,30 @@ def not_in_a_window(path: Path, folder: Path) -> None:
         run.end()
 
 
-def before_a_step(path: Path, folder: Path) -> None:
-    """No moments are there yet: there are none afterwards, and no step is taken."""
+def save_before_a_step(path: Path, folder: Path) -> None:
+    """A state without moments removes those of the running optimizer."""
     for engine in ("fsdp2", "deepspeed"):
-        place = folder / engine
+        state = folder / engine
         run = Run(path, Case(engine))
-        zerostart.save_state(place, *run.state)
-        wanted = run.step(0) + run.step(1)
+        zerostart.save_state(state, *run.state)
+        expected = run.step(0) + run.step(1)
         run.end()
         run = Run(path, Case(engine))
         run.step(5)
-        zerostart.load_state(place, *run.state)
-        steps = run.optimizer.state
-        assert not any(steps.values())
-        assert run.step(0) + run.step(1) == wanted
+        zerostart.load_state(state, *run.state)
+        moments = run.optimizer.state
+        assert not any(moments.values())
+        assert run.step(0) + run.step(1) == expected
         run.end()
 
 
 @pytest.mark.slow
 def test_a_state_without_moments_has_none_afterwards(paths: dict[str, Path], tmp_path: Path) -> None:
-    run_ranks(before_a_step, 2, paths["qwen3"], tmp_path)
+    run_ranks(save_before_a_step, 2, paths["qwen3"], tmp_path)
 
 
-def random_states(path: Path, folder: Path) -> None:
-    """Each rank has its own, of three generators."""
+def check_random_states(path: Path, folder: Path) -> None:
+    """Each rank restores its state of three generators."""
     import random
 
     import numpy as np
@@ -104,18 +104,18 @@ def random_states(path: Path, folder: Path) -> None:
         return [random.gauss(0, 1), random.random(), *np.random.randn(3).tolist(), *torch.randn(5).tolist()]
 
     zerostart.save_state(folder, *run.state)
-    wanted = draws()
+    expected = draws()
     assert zerostart.load_state(folder, *run.state) is None
-    assert draws() == wanted
+    assert draws() == expected
 
 
 @pytest.mark.slow
 def test_random_states_of_each_rank_come_back(paths: dict[str, Path], tmp_path: Path) -> None:
-    run_ranks(random_states, 2, paths["qwen3"], tmp_path / "state")
+    run_ranks(check_random_states, 2, paths["qwen3"], tmp_path / "state")
 
 
-def settings(path: Path, folder: Path) -> None:
-    """Groups are found by their parameters; how a step is computed stays a matter of the optimizer."""
+def check_group_settings(path: Path, folder: Path) -> None:
+    """Settings follow the group's parameters; the way to compute a step does not."""
     run = Run(path, Case("deepspeed", groups="two"))
     run.optimizer.param_groups[0].update(lr=0.25, betas=(0.5, 0.75))
     zerostart.save_state(folder, *run.state)
@@ -127,18 +127,18 @@ def settings(path: Path, folder: Path) -> None:
     assert (projections["lr"], projections["betas"], projections["weight_decay"]) == (0.25, (0.5, 0.75), 0.1)
     assert (norms["lr"], norms["betas"], norms["weight_decay"]) == (RATE, (0.9, 0.999), 0.0)
     assert not norms["foreach"]
-    one = Run(path, FSDP2)
+    single_group = Run(path, FSDP2)
     with pytest.raises(zerostart.errors.CheckpointError, match="were in groups with different settings"):
-        zerostart.load_state(folder, *one.state)
+        zerostart.load_state(folder, *single_group.state)
 
 
 @pytest.mark.slow
-def test_settings_of_groups_go_with_their_parameters(paths: dict[str, Path], tmp_path: Path) -> None:
-    run_ranks(settings, 1, paths["qwen3"], tmp_path / "state")
+def test_group_settings_follow_their_parameters(paths: dict[str, Path], tmp_path: Path) -> None:
+    run_ranks(check_group_settings, 1, paths["qwen3"], tmp_path / "state")
 
 
-def tied(path: Path) -> Any:
-    """The model of ``path`` with a head that is the embeddings."""
+def load_tied(path: Path) -> Any:
+    """Initialise the model of ``path`` with a head tied to the embeddings."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(path, tie_word_embeddings=True)
@@ -146,16 +146,15 @@ def tied(path: Path) -> Any:
     return zerostart.load(None, model=model, engine="fsdp2", progress=False)
 
 
-def refusals(path: Path, folder: Path) -> None:
-    """By name, on every rank."""
+def refuse(path: Path, folder: Path) -> None:
     run = Run(path, FSDP2)
     zerostart.save_state(folder / "state", *run.state)
     with pytest.raises(zerostart.errors.ConfigError, match=r"extra\.a is a object"):
         zerostart.save_state(folder / "other", *run.state, extra={"a": object()})
-    whole = Run(path, Case("fsdp2", 0))
-    whole.optimizer = factored = torch.optim.Adafactor(whole.model.parameters())
-    whole.step(0)
-    zerostart.save_state(folder / "factored", whole.model, factored)
+    unsharded = Run(path, Case("fsdp2", 0))
+    unsharded.optimizer = factored = torch.optim.Adafactor(unsharded.model.parameters())
+    unsharded.step(0)
+    zerostart.save_state(folder / "factored", unsharded.model, factored)
     fresh = Run(path, FSDP2)
     factored = torch.optim.Adafactor(fresh.model.parameters())
     with pytest.raises(zerostart.ZerostartError, match=r"row_var.* of model\.embed_tokens\.weight do not"):
@@ -164,11 +163,11 @@ def refusals(path: Path, folder: Path) -> None:
     zerostart.save_state(folder / "frozen", fresh.model, head)
     with pytest.raises(zerostart.ZerostartError, match="optimized now and were not"):
         zerostart.load_state(folder / "frozen", *fresh.state)
-    other = torch.optim.SGD(fresh.model.parameters(), lr=RATE, momentum=0.9)
+    sgd = torch.optim.SGD(fresh.model.parameters(), lr=RATE, momentum=0.9)
     with pytest.raises(zerostart.ZerostartError, match="by the rule of AdamW"):
-        zerostart.load_state(folder / "state", fresh.model, other)
+        zerostart.load_state(folder / "state", fresh.model, sgd)
     with pytest.raises(zerostart.ZerostartError, match=r"1 are unexpected, .* among them lm_head\.weight"):
-        zerostart.load_state(folder / "state", tied(path))
+        zerostart.load_state(folder / "state", load_tied(path))
     assert sorted(p.name for p in folder.iterdir()) == ["factored", "frozen", "state"]
     if dist.get_rank() == 0:
         (folder / "state" / "state.json").rename(folder / "state" / "aside.json")
@@ -182,26 +181,24 @@ def refusals(path: Path, folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_cannot_be_saved_or_restored_is_named(paths: dict[str, Path], tmp_path: Path) -> None:
+def test_refusals_name_their_cause(paths: dict[str, Path], tmp_path: Path) -> None:
     run_ranks(
-        refusals, 2, checkpoint("qwen3", tmp_path, tie_word_embeddings=False), _made(tmp_path / "states")
+        refuse, 2, checkpoint("qwen3", tmp_path, tie_word_embeddings=False), _folder(tmp_path / "states")
     )
-    run_ranks(not_in_a_window, 2, paths["qwen3"], tmp_path / "window")
+    run_ranks(refuse_within_accumulation, 2, paths["qwen3"], tmp_path / "window")
 
 
-def _made(folder: Path) -> Path:
+def _folder(folder: Path) -> Path:
     folder.mkdir()
     return folder
 
 
-# Saving and resuming right after an evaluation, which leaves FSDP2's parameters gathered.
-
-
+# An evaluation leaves FSDP2's parameters gathered.
 CASES = {
     "experts": Case("fsdp2", kind="mixtral", experts=2),
     "tensors": Case("fsdp2", tensors=2),
-    "a script's own": Case("fsdp2", stock=True),
-    "its own in bf16": Case("fsdp2", bf16=True),
+    "sharded by the script": Case("fsdp2", stock=True),
+    "bf16": Case("fsdp2", bf16=True),
     "stage 2": Case("fsdp2", 2),
 }
 
@@ -214,12 +211,12 @@ def evaluate(run: Run) -> None:
     run.model.train()
 
 
-def evaluated(paths: dict[str, Path], cases: dict[str, Case], folder: Path) -> dict[str, tuple[Any, ...]]:
-    """Losses without evaluations; those of a run that is evaluated before all, and of one that goes on."""
-    found = {}
+def evaluate_runs(paths: dict[str, Path], cases: dict[str, Case], folder: Path) -> dict[str, tuple[Any, ...]]:
+    """Return losses without evaluations, with them, and resumed after one."""
+    results = {}
     for name, case in cases.items():
         plain = Run(paths[case.kind], case)
-        wanted = [loss for number in range(4) for loss in plain.step(number)]
+        expected = [loss for number in range(4) for loss in plain.step(number)]
         run = Run(paths[case.kind], case)
         losses = [loss for number in range(2) for loss in run.step(number)]
         evaluate(run)
@@ -230,17 +227,17 @@ def evaluated(paths: dict[str, Path], cases: dict[str, Case], folder: Path) -> d
         zerostart.save(run.model, folder / f"{name} saved")
         assert zerostart.digest(run.model) == digest
         losses += [loss for number in range(2, 4) for loss in run.step(number)]
-        other = Run(paths[case.kind], case)
-        evaluate(other)
-        zerostart.load_state(folder / name, *other.state)
-        assert zerostart.digest(other.model) == digest
-        resumed = [loss for number in range(2, 4) for loss in other.step(number)]
-        found[name] = (wanted, losses, resumed)
-    return found
+        resumed_run = Run(paths[case.kind], case)
+        evaluate(resumed_run)
+        zerostart.load_state(folder / name, *resumed_run.state)
+        assert zerostart.digest(resumed_run.model) == digest
+        resumed = [loss for number in range(2, 4) for loss in resumed_run.step(number)]
+        results[name] = (expected, losses, resumed)
+    return results
 
 
 @pytest.mark.slow
 def test_a_state_is_saved_and_loaded_after_an_evaluation(paths: dict[str, Path], tmp_path: Path) -> None:
-    for name, (wanted, losses, resumed) in run_ranks(evaluated, 2, paths, CASES, tmp_path)[0].items():
-        assert losses == wanted, name
-        assert resumed == wanted[2:], name
+    for name, (expected, losses, resumed) in run_ranks(evaluate_runs, 2, paths, CASES, tmp_path)[0].items():
+        assert losses == expected, name
+        assert resumed == expected[2:], name

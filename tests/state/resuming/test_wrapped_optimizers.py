@@ -1,4 +1,4 @@
-"""Optimizers that do not begin as torch's do."""
+"""Optimizers that do not call torch's constructor."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ import zerostart
 
 
 class Lookahead(torch.optim.Optimizer):
-    """As in many repositories: it takes the fields of the optimizer that it wraps."""
+    """Wrapper that only copies the optimizer's fields, as in many repositories."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer

@@ -1,4 +1,4 @@
-"""Trainings that are saved, and go on elsewhere; the same batches for any number of ranks."""
+"""Train, save and resume small models on any number of ranks."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -13,17 +13,17 @@ from torch import nn
 import zerostart
 from tests.parity import VOCABULARY
 
-#: Divides by every number of ranks up to 4.
+#: Rows of a batch (divisible by 1 to 4 ranks) and tokens of a row.
 ROWS, LENGTH = 12, 8
 RATE = 1e-2
-#: Steps before the state is saved, and after it.
+#: Number of steps before and after the state is saved.
 FIRST, MORE = 2, 3
 OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
 
 
 @dataclass(frozen=True)
 class Case:
-    """One way to train. ``top`` and ``zero``: of DeepSpeed's configuration; ``groups``: the optimizer's."""
+    """One way to train; ``top`` and ``zero`` extend DeepSpeed's configuration."""
 
     engine: str
     stage: int = 3
@@ -37,8 +37,8 @@ class Case:
     kind: str = "qwen3"
     accumulate: int = 1
     stock: bool = False  # not loaded by zerostart
-    cpu_adam: bool = False  # DeepSpeed's own optimizer for what is offloaded
-    options: dict[str, Any] = field(default_factory=dict)  # of FSDP2
+    cpu_adam: bool = False  # DeepSpeed's optimizer for offloaded state
+    options: dict[str, Any] = field(default_factory=dict)  # FSDP2's options
 
     @property
     def config(self) -> dict[str, Any]:
@@ -59,9 +59,9 @@ FSDP2, ZERO = Case("fsdp2"), Case("deepspeed")
 
 
 def batch(step: int, part: int, parts: int, tensors: int) -> torch.Tensor:
-    """This rank's rows of the batch of a step, or of one of ``parts`` that are accumulated.
+    """Return this rank's rows of a batch, or of one of ``parts`` accumulated batches.
 
-    Ranks that share ``tensors`` see the same.
+    Ranks that share ``tensors`` get the same rows.
     """
     generator = torch.Generator().manual_seed(100 + step)
     tokens = torch.randint(3, VOCABULARY, (ROWS, LENGTH), generator=generator).chunk(parts)[part]
@@ -69,11 +69,11 @@ def batch(step: int, part: int, parts: int, tensors: int) -> torch.Tensor:
 
 
 class Run:
-    """A model with its optimizer, fresh from the checkpoint."""
+    """A model loaded from the checkpoint, and its optimizer."""
 
     def __init__(self, path: Path, case: Case) -> None:
         self.case = case
-        self.model: Any = self._stock(path) if case.stock else self._loaded(path)
+        self.model: Any = self._load_stock(path) if case.stock else self._load(path)
         if case.lora:
             from peft import LoraConfig, get_peft_model
 
@@ -86,7 +86,7 @@ class Run:
         self.model.train()
         if case.engine == "fsdp2" and case.stage == 0:
             self.model = nn.parallel.DistributedDataParallel(self.model)
-        self.optimizer: Any = _adam(case)(list(_groups(self.model, case.groups)), lr=RATE, eps=1e-4)
+        self.optimizer: Any = _optimizer(case)(list(_groups(self.model, case.groups)), lr=RATE, eps=1e-4)
         if case.engine == "deepspeed":
             import deepspeed
 
@@ -94,7 +94,7 @@ class Run:
                 model=self.model, optimizer=self.optimizer, config=case.config
             )
 
-    def _loaded(self, path: Path) -> Any:
+    def _load(self, path: Path) -> Any:
         case = self.case
         config: dict[str, Any] | None = case.config
         if case.engine == "fsdp2":
@@ -115,7 +115,7 @@ class Run:
             progress=False,
         )
 
-    def _stock(self, path: Path) -> Any:
+    def _load_stock(self, path: Path) -> Any:
         from torch.distributed.fsdp import fully_shard
         from transformers import AutoModelForCausalLM
 
@@ -127,7 +127,7 @@ class Run:
         return model
 
     def step(self, number: int, parts: range | None = None) -> list[float]:
-        """Take a step, or the ``parts`` of one; the losses of the whole batches."""
+        """Take a step, or only ``parts`` of one; return losses over all ranks."""
         count = self.case.accumulate
         losses = []
         for part in parts or range(count):
@@ -148,37 +148,37 @@ class Run:
 
     @property
     def state(self) -> tuple[Any, Any]:
-        """What the verbs are given."""
+        """Return the arguments of ``save_state`` and ``load_state``."""
         return self.model, None if self.case.engine == "deepspeed" else self.optimizer
 
     def end(self) -> None:
-        """Leave nothing behind for the next run in the process."""
+        """Free the engine before the next run in the process."""
         if self.case.engine == "deepspeed":
             self.model.destroy()
 
 
-def _adam(case: Case) -> Any:
+def _optimizer(case: Case) -> Any:
     if not case.cpu_adam:
         return torch.optim.AdamW
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    return partial(DeepSpeedCPUAdam, weight_decay=1e-2)  # as torch's has by itself
+    return partial(DeepSpeedCPUAdam, weight_decay=1e-2)  # torch's default
 
 
-def _groups(model: nn.Module, how: str) -> Iterator[Any]:
+def _groups(model: nn.Module, kind: str) -> Iterator[Any]:
     named = list(model.named_parameters())
-    if how == "frozen":
+    if kind == "frozen":
         for name, parameter in named:
             parameter.requires_grad_("norm" not in name)
-    kept = [(n, p) for n, p in named if p.requires_grad]
-    if how == "one":
-        yield from (p for _, p in kept)
+    trainable = [(n, p) for n, p in named if p.requires_grad]
+    if kind == "one":
+        yield from (p for _, p in trainable)
         return
-    # Of two groups the parameters lie among each other, and another way round for "turned".
-    halves = [[p for n, p in kept if ("proj" in n) == proj] for proj in (True, False)]
+    # The groups' parameters alternate in the model; "turned" reverses the groups.
+    halves = [[p for n, p in trainable if ("proj" in n) == is_projection] for is_projection in (True, False)]
     settings = [{"weight_decay": 0.1, "lr": 2 * RATE}, {"weight_decay": 0.0}]
-    for own, setting in list(zip(halves, settings, strict=True))[:: -1 if how == "turned" else 1]:
-        yield {"params": own, **setting}
+    for parameters, setting in list(zip(halves, settings, strict=True))[:: -1 if kind == "turned" else 1]:
+        yield {"params": parameters, **setting}
 
 
 def train(
@@ -190,7 +190,7 @@ def train(
     at: int = -1,
     wait: bool = True,
 ) -> list[float]:
-    """The losses of ``steps``, after ``load``; saved into ``save`` before step ``at``."""
+    """Return the losses of ``steps``, after loading ``load``; save into ``save`` before step ``at``."""
     run = Run(path, case)
     if load is not None:
         extra = zerostart.load_state(load, *run.state)
@@ -209,22 +209,22 @@ def train(
     return losses
 
 
-def uninterrupted(path: Path, case: Case, folder: Path) -> list[float]:
-    """The losses after the moment at which the state is saved, without a stop."""
+def train_on(path: Path, case: Case, folder: Path) -> list[float]:
+    """Save a state and train on; return the losses after the save."""
     return train(path, case, range(FIRST + MORE), save=folder, at=FIRST)[FIRST * case.accumulate :]
 
 
-def resumed(path: Path, case: Case, folder: Path) -> list[float]:
+def resume(path: Path, case: Case, folder: Path) -> list[float]:
     return train(path, case, range(FIRST, FIRST + MORE), load=folder)
 
 
-def both(paths: dict[str, Path], cases: dict[str, Case], folder: Path) -> list[str]:
-    """The names of the cases whose losses differ in a bit."""
-    wrong = []
+def find_differences(paths: dict[str, Path], cases: dict[str, Case], folder: Path) -> list[str]:
+    """Return the cases in which a resumed loss differs in any bit."""
+    differences = []
     for number, (name, case) in enumerate(cases.items()):
-        place = folder / str(number)
-        wanted = uninterrupted(paths[case.kind], case, place)
-        found = resumed(paths[case.kind], case, place)
-        if found != wanted:
-            wrong.append(f"{name}: {found} for {wanted}")
-    return wrong
+        state = folder / str(number)
+        expected = train_on(paths[case.kind], case, state)
+        actual = resume(paths[case.kind], case, state)
+        if actual != expected:
+            differences.append(f"{name}: {actual} for {expected}")
+    return differences

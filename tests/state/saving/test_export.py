@@ -1,4 +1,4 @@
-"""``zerostart export``: what a run left, opened by plain transformers afterwards."""
+"""``zerostart export``: plain transformers opens the result."""
 
 import json
 import resource
@@ -16,10 +16,10 @@ from zerostart.cli import main
 from zerostart.state.converting.convert import convert
 
 
-def run(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as ended:
+def run_export(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as exit_info:
         main(["export", *arguments])
-    return int(ended.value.code or 0)
+    return int(exit_info.value.code or 0)
 
 
 @pytest.mark.slow
@@ -29,13 +29,13 @@ def test_a_zero_3_checkpoint_opens_in_plain_transformers(tmp_path: Path) -> None
 
     source, out = str(tmp_path / "run"), tmp_path / "out"
     run_ranks(write_deepspeed, 2, source, 3, True, True)
-    assert run(source, str(out), "--dtype", "bfloat16") == 0
+    assert run_export(source, str(out), "--dtype", "bfloat16") == 0
     expected = get_fp32_state_dict_from_zero_checkpoint(source, lazy_mode=False)
     model = AutoModelForCausalLM.from_pretrained(out)
     assert model.dtype == torch.bfloat16
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, expected[name].bfloat16()), name
-    # One of the two names of the tied parameter, as save_pretrained has it.
+    # Like save_pretrained, the export writes a tied parameter under one name.
     assert "lm_head.weight" not in load_file(out / "model.safetensors")
     assert not (out / "zero_to_fp32.py").exists()
 
@@ -44,26 +44,26 @@ def test_a_zero_3_checkpoint_opens_in_plain_transformers(tmp_path: Path) -> None
 def test_a_distributed_checkpoint_keeps_its_values(tmp_path: Path) -> None:
     source, out = str(tmp_path / "dcp"), tmp_path / "out"
     expected = run_ranks(write_dcp, 2, source, True)[0]
-    made = convert(source, out, max_shard_size="20KB", replace=True)
-    assert len(made.files) > 1
+    exported = convert(source, out, max_shard_size="20KB", replace=True)
+    assert len(exported.files) > 1
     weights: dict[str, torch.Tensor] = {}
-    for file in made.files:
+    for file in exported.files:
         weights |= load_file(out / file)
     assert weights.keys() == expected.keys()
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
-def test_an_ordinary_checkpoint_is_the_same_afterwards(tmp_path: Path, checkpoints: TinyCheckpoints) -> None:
+def test_ordinary_checkpoint_keeps_its_tensors(tmp_path: Path, checkpoints: TinyCheckpoints) -> None:
     folder = checkpoints("qwen3", torch.bfloat16, sharded=True)
-    made = convert(folder, tmp_path / "out", replace=True)
+    exported = convert(folder, tmp_path / "out", replace=True)
     index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
     before = {name: t for file in set(index.values()) for name, t in load_file(folder / file).items()}
-    after = {name: t for file in made.files for name, t in load_file(tmp_path / "out" / file).items()}
+    after = {name: t for file in exported.files for name, t in load_file(tmp_path / "out" / file).items()}
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_the_newest_checkpoint_of_a_run_counts(tmp_path: Path, checkpoints: TinyCheckpoints) -> None:
+def test_newest_checkpoint_of_a_run_is_exported(tmp_path: Path, checkpoints: TinyCheckpoints) -> None:
     folder = checkpoints("qwen3", torch.bfloat16)
     for step in (9, 10):
         shutil.copytree(folder, tmp_path / "run" / f"checkpoint-{step}")
@@ -71,31 +71,31 @@ def test_the_newest_checkpoint_of_a_run_counts(tmp_path: Path, checkpoints: Tiny
     newest = {name: tensor + 1 for name, tensor in weights.items()}
     save_file(newest, tmp_path / "run" / "checkpoint-10" / "model.safetensors")
     convert(tmp_path / "run", tmp_path / "out", replace=True)
-    got = load_file(tmp_path / "out" / "model.safetensors")
-    assert all(torch.equal(got[name], newest[name]) for name in newest)
+    exported = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(exported[name], newest[name]) for name in newest)
 
 
 def test_whole_numbers_and_quantised_types_are_not_cast(tmp_path: Path) -> None:
-    given = {
+    tensors = {
         "a": torch.arange(6, dtype=torch.int64),
         "b": torch.randn(5).to(torch.float8_e4m3fn),
         "c": torch.randn(3, 4),
         "empty": torch.empty(0, 3),
     }
-    save_file(given, tmp_path / "model.safetensors")
+    save_file(tensors, tmp_path / "model.safetensors")
     convert(tmp_path / "model.safetensors", tmp_path / "out", dtype=torch.float16, replace=True)
-    got = load_file(tmp_path / "out" / "model.safetensors")
-    assert {name: t.dtype for name, t in got.items()} == {
+    exported = load_file(tmp_path / "out" / "model.safetensors")
+    assert {name: t.dtype for name, t in exported.items()} == {
         "a": torch.int64,
         "b": torch.float8_e4m3fn,
         "c": torch.float16,
         "empty": torch.float16,
     }
-    assert torch.equal(got["c"], given["c"].half())
+    assert torch.equal(exported["c"], tensors["c"].half())
 
 
-def exported_with(source: str, out: str) -> int:
-    """Peak of resident memory that the export adds, in bytes."""
+def measure_export_memory(source: str, out: str) -> int:
+    """Return the growth of peak resident memory during an export, in bytes."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     convert(source, out, replace=True)
     return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
@@ -104,5 +104,5 @@ def exported_with(source: str, out: str) -> int:
 @pytest.mark.slow
 def test_memory_is_bounded(tmp_path: Path) -> None:
     save_file({"large": torch.zeros(300_000_000)}, tmp_path / "model.safetensors")
-    added = run_ranks(exported_with, 1, str(tmp_path / "model.safetensors"), str(tmp_path / "out"))[0]
+    added = run_ranks(measure_export_memory, 1, str(tmp_path / "model.safetensors"), str(tmp_path / "out"))[0]
     assert added < 256 << 20

@@ -1,4 +1,4 @@
-"""A saved model on its way to the hub: what huggingface_hub is to commit, and the card, as it reads it."""
+"""Push a saved model to the hub: committed files and model card."""
 
 from pathlib import Path
 from typing import Any
@@ -16,56 +16,56 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 @pytest.fixture
-def committed(monkeypatch: pytest.MonkeyPatch) -> dict[str, CommitOperationAdd]:
-    """What would go over the network, by its path in the repository: the client's own operations."""
-    found: dict[str, CommitOperationAdd] = {}
+def commit_operations(monkeypatch: pytest.MonkeyPatch) -> dict[str, CommitOperationAdd]:
+    """Collect the client's commit operations by path instead of sending them."""
+    operations_by_path: dict[str, CommitOperationAdd] = {}
 
     def upload_folder(
         api: huggingface_hub.HfApi, repo_id: str, folder_path: Path, **patterns: list[str]
     ) -> None:
         assert repo_id == "me/mine"
-        given = {"repo_type": "model", "token": None, **patterns}
-        operations = api._prepare_upload_folder_additions(folder_path, "", **given)
-        found.update({operation.path_in_repo: operation for operation in operations})
+        options = {"repo_type": "model", "token": None, **patterns}
+        operations = api._prepare_upload_folder_additions(folder_path, "", **options)
+        operations_by_path.update({operation.path_in_repo: operation for operation in operations})
 
     def create_repo(_: object, repo_id: str, **__: Any) -> huggingface_hub.RepoUrl:
         return huggingface_hub.RepoUrl(f"https://huggingface.co/{repo_id}")
 
     monkeypatch.setattr(huggingface_hub.HfApi, "upload_folder", upload_folder)
     monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", create_repo)
-    monkeypatch.setattr(huggingface_hub.HfApi, "_validate_yaml", lambda *_, **__: None)  # a call, too
-    return found
+    monkeypatch.setattr(huggingface_hub.HfApi, "_validate_yaml", lambda *_, **__: None)  # network
+    return operations_by_path
 
 
-def test_a_model_goes_up_with_a_card(
-    committed: dict[str, CommitOperationAdd], checkpoints: TinyCheckpoints, tmp_path: Path
+def test_push_sends_saved_files_and_a_card(
+    commit_operations: dict[str, CommitOperationAdd], checkpoints: TinyCheckpoints, tmp_path: Path
 ) -> None:
     snapshot = tmp_path / "models--Qwen--Qwen3-0.6B" / "snapshots" / COMMIT
     snapshot.parent.mkdir(parents=True)
     snapshot.symlink_to(checkpoints("qwen3"))
     model = zerostart.load(str(snapshot), engine="fsdp2", progress=False)
     out = tmp_path / "trained"
-    beside = ["run.html", "cache/items-00000.safetensors", "src/model.safetensors", ".env"]
-    for name in beside:
+    other_files = ["run.html", "cache/items-00000.safetensors", "src/model.safetensors", ".env"]
+    for name in other_files:
         (out / name).parent.mkdir(parents=True, exist_ok=True)
         (out / name).write_text("a secret")
     zerostart.save(model, out, push_to_hub="me/mine")
     written = {path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()}
-    assert committed.keys() == written - set(beside)
-    assert {"README.md", "config.json", "model.safetensors", "zerostart.json"} <= committed.keys()
-    with committed["model.safetensors"].as_file() as sent:
-        assert sent.read() == (out / "model.safetensors").read_bytes()
+    assert commit_operations.keys() == written - set(other_files)
+    assert {"README.md", "config.json", "model.safetensors", "zerostart.json"} <= commit_operations.keys()
+    with commit_operations["model.safetensors"].as_file() as upload:
+        assert upload.read() == (out / "model.safetensors").read_bytes()
     card = ModelCard.load(out / "README.md")
     assert card.data.base_model == "Qwen/Qwen3-0.6B"
     assert (card.data.base_model_relation, card.data.library_name) == ("finetune", "transformers")
     assert COMMIT in card.text
     (out / "README.md").write_text("my own")
     zerostart.save(model, out, push_to_hub="me/mine")
-    with committed["README.md"].as_file() as sent:
-        assert sent.read() == b"my own"
+    with commit_operations["README.md"].as_file() as upload:
+        assert upload.read() == b"my own"
 
 
-def test_what_the_hub_refuses_is_saved_all_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_refused_push_still_saves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     model = zerostart.load(
         {"weight": torch.ones(2, 2)},
         lambda: torch.nn.Linear(2, 2, bias=False),
@@ -74,5 +74,5 @@ def test_what_the_hub_refuses_is_saved_all_the_same(monkeypatch: pytest.MonkeyPa
     )
     out = tmp_path / "out"
     with pytest.raises(WriteError, match=r"out is saved, but not pushed to no/such/id: .*hf upload"):
-        zerostart.save(model, out, push_to_hub="no/such/id")  # which the client itself refuses
+        zerostart.save(model, out, push_to_hub="no/such/id")  # the client refuses this id
     zerostart.verify(out)

@@ -1,4 +1,4 @@
-"""Adapters of a sharded model in PEFT's own format, and merged into the weights; models loaded by others."""
+"""Save PEFT adapters, merged adapters, and models that other libraries loaded."""
 
 import shutil
 import traceback
@@ -27,8 +27,8 @@ KINDS: dict[str, dict[str, Any]] = {
 VALUE = LoraConfig(r=1, target_modules=["0"])
 
 
-def _adapted(model: torch.nn.Module, kind: str) -> Any:
-    """``model`` with an adapter whose weights all differ from zero, the same wherever it is made."""
+def adapt(model: torch.nn.Module, kind: str) -> Any:
+    """Add an adapter with nonzero weights that depend only on ``kind``."""
     torch.manual_seed(7)
     adapted = get_peft_model(model, LoraConfig(r=3, lora_alpha=8, **KINDS[kind]))
     torch.manual_seed(8)
@@ -39,7 +39,7 @@ def _adapted(model: torch.nn.Module, kind: str) -> Any:
     return adapted
 
 
-def _engine(model: torch.nn.Module) -> torch.nn.Module:
+def engine_of(model: torch.nn.Module) -> torch.nn.Module:
     import deepspeed
 
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
@@ -47,36 +47,38 @@ def _engine(model: torch.nn.Module) -> torch.nn.Module:
     return deepspeed.initialize(model=model, config=config, optimizer=optimizer)[0]
 
 
-def _save_adapted(path: Path, out: Path, options: Options, kinds: list[str]) -> str:
-    """On one rank: adapters on a loaded model, saved both ways; an error's traceback, or nothing."""
+def save_adapters(path: Path, out: Path, options: Options, kinds: list[str]) -> str:
+    """Save adapters of a loaded model both ways; return an error's traceback, or nothing."""
     try:
         for kind in kinds:
             model = zerostart.load(path, progress=False, **options)
             if kind == "plain":
-                model.save_pretrained(out / kind / "by its library")
-            adapted = _adapted(model, kind)
+                model.save_pretrained(out / kind / "save_pretrained")
+            adapted = adapt(model, kind)
             if kind == "plain":
-                adapted.save_pretrained(out / kind / "by PEFT")
+                adapted.save_pretrained(out / kind / "PEFT save_pretrained")
             with pytest.raises(zerostart.errors.ConfigError, match="adapters_only"):
                 zerostart.save(adapted, out / "neither")
             zerostart.save(adapted, out / kind / "adapter", adapters_only=True)
             zerostart.save(adapted, out / kind / "merged", merge_adapters=True)
             if kind == "plain":
-                # In a module of a script's own, beside another model: PEFT's names are of the model within.
-                own = torch.nn.ModuleDict({"policy": adapted, "value": torch.nn.Linear(2, 2)})
-                zerostart.save(own, out / kind / "own", adapters_only=True)
-                two = torch.nn.ModuleList([adapted, get_peft_model(torch.nn.Sequential(own["value"]), VALUE)])
+                # Within a script's module, PEFT's names are still relative to the adapted model.
+                outer = torch.nn.ModuleDict({"policy": adapted, "value": torch.nn.Linear(2, 2)})
+                zerostart.save(outer, out / kind / "outer", adapters_only=True)
+                pair = torch.nn.ModuleList(
+                    [adapted, get_peft_model(torch.nn.Sequential(outer["value"]), VALUE)]
+                )
                 with pytest.raises(
                     zerostart.errors.ConfigError, match=r"several models .* \(0, 1\): save each"
                 ):
-                    zerostart.save(two, out / "neither", adapters_only=True)
-        if options == DEEPSPEED3:  # whose engine has every attribute of what is inside
+                    zerostart.save(pair, out / "neither", adapters_only=True)
+        if options == DEEPSPEED3:  # its engine forwards attributes of the wrapped model
             model = zerostart.load(path, dtype=torch.float32, progress=False, **options)
-            zerostart.save(_engine(_adapted(model, "plain")), out / "plain" / "engine", adapters_only=True)
-        else:  # sharded by the script itself, for which torch makes a class of its own out of PEFT's
-            whole = fully_shard(_adapted(AutoModelForCausalLM.from_pretrained(path, dtype="auto"), "plain"))
-            zerostart.save(whole, out / "plain" / "engine", adapters_only=True)
-            zerostart.save(whole, out / "plain" / "merged by torch", merge_adapters=True)
+            zerostart.save(engine_of(adapt(model, "plain")), out / "plain" / "engine", adapters_only=True)
+        else:  # fully_shard derives a new class from PEFT's
+            sharded = fully_shard(adapt(AutoModelForCausalLM.from_pretrained(path, dtype="auto"), "plain"))
+            zerostart.save(sharded, out / "plain" / "engine", adapters_only=True)
+            zerostart.save(sharded, out / "plain" / "merged by torch", merge_adapters=True)
     except Exception:
         return traceback.format_exc()
     return ""
@@ -88,36 +90,36 @@ def _save_adapted(path: Path, out: Path, options: Options, kinds: list[str]) -> 
     ids=["deepspeed", "fsdp2"],
 )
 def test_adapters(options: Options, checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
-    """The files are those that PEFT writes of the unsharded model, and of what it merges."""
+    """Adapter and merged files equal those that PEFT writes for the unsharded model."""
     path = checkpoints("mixtral", torch.bfloat16)
     kinds = list(KINDS) if options is DEEPSPEED3 else ["plain"]
-    assert run_ranks(_save_adapted, 2, path, tmp_path / "out", options, kinds, timeout=240) == ["", ""]
+    assert run_ranks(save_adapters, 2, path, tmp_path / "out", options, kinds, timeout=240) == ["", ""]
     for kind in kinds:
-        reference = _adapted(AutoModelForCausalLM.from_pretrained(path, dtype="auto"), kind)
+        reference = adapt(AutoModelForCausalLM.from_pretrained(path, dtype="auto"), kind)
         reference.save_pretrained(tmp_path / "reference")
-        got = tmp_path / "out" / kind
-        assert_same_tensors(got / "adapter", tmp_path / "reference")
+        saved = tmp_path / "out" / kind
+        assert_same_tensors(saved / "adapter", tmp_path / "reference")
         if kind == "plain":
-            # By the libraries' own calls too, though nothing was enabled.
-            assert_same_tensors(got / "by PEFT", tmp_path / "reference")
-            assert_same_tensors(got / "own", tmp_path / "reference")
-            assert_same_tensors(got / "by its library", path)
-        if (got / "engine").exists():
-            assert_same_tensors(got / "engine", tmp_path / "reference")
-        again = PeftModel.from_pretrained(
-            AutoModelForCausalLM.from_pretrained(path, dtype="auto"), got / "adapter"
+            # The libraries' own save calls work without zerostart.enable().
+            assert_same_tensors(saved / "PEFT save_pretrained", tmp_path / "reference")
+            assert_same_tensors(saved / "outer", tmp_path / "reference")
+            assert_same_tensors(saved / "save_pretrained", path)
+        if (saved / "engine").exists():
+            assert_same_tensors(saved / "engine", tmp_path / "reference")
+        reopened = PeftModel.from_pretrained(
+            AutoModelForCausalLM.from_pretrained(path, dtype="auto"), saved / "adapter"
         )
-        assert again.peft_config["default"].r == 3
+        assert reopened.peft_config["default"].r == 3
         reference.merge_and_unload().save_pretrained(tmp_path / "whole")
-        for merged in got.glob("merged*"):
+        for merged in saved.glob("merged*"):
             assert_same_tensors(merged, tmp_path / "whole")
-        AutoModelForCausalLM.from_pretrained(got / "merged", dtype="auto")
+        AutoModelForCausalLM.from_pretrained(saved / "merged", dtype="auto")
         for folder in ("reference", "whole"):
             shutil.rmtree(tmp_path / folder)
 
 
-def _save_unknown(path: Path, out: Path) -> str:
-    """On one rank: models that others have sharded."""
+def save_foreign_models(path: Path, out: Path) -> str:
+    """Save models that other libraries sharded; return an error's traceback, or nothing."""
     try:
         import deepspeed
 
@@ -138,10 +140,10 @@ def _save_unknown(path: Path, out: Path) -> str:
 
 
 @pytest.mark.slow
-def test_models_that_others_have_loaded(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
-    """Whole, FSDP2 and ZeRO-3 models come out as ``save_pretrained`` writes them, experts one by one."""
+def test_models_loaded_by_other_libraries(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
+    """Whole, FSDP2 and ZeRO-3 models are saved as ``save_pretrained`` writes them."""
     path = checkpoints("mixtral", torch.bfloat16)
-    assert run_ranks(_save_unknown, 2, path, tmp_path, timeout=240) == ["", ""]
+    assert run_ranks(save_foreign_models, 2, path, tmp_path, timeout=240) == ["", ""]
     AutoModelForCausalLM.from_pretrained(path, dtype="auto").save_pretrained(tmp_path / "reference")
     for name in ("whole", "fsdp2"):
         assert_same_tensors(tmp_path / name, tmp_path / "reference")

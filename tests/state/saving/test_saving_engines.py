@@ -1,4 +1,4 @@
-"""What engines and wrappers make of a loaded model is saved as the model in it."""
+"""Save the model inside engines and wrappers."""
 
 import traceback
 from pathlib import Path
@@ -12,12 +12,12 @@ from tests.state.saving.test_saving import BF16, F32, assert_same_tensors, tenso
 from tests.tiny import TinyCheckpoints
 
 
-def _save_wrapped(path: Path, out: Path) -> dict[str, str]:
-    """On one rank: what engines and libraries make of a loaded model, saved; errors by name."""
+def save_wrapped_models(path: Path, out: Path) -> dict[str, str]:
+    """Save a loaded model inside engines and wrappers; return errors by name."""
     import deepspeed
     from torch.nn.parallel import DistributedDataParallel
 
-    failed = {}
+    errors = {}
     optimizer = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
     for stage in (1, 2, 3):
         config = {
@@ -31,33 +31,32 @@ def _save_wrapped(path: Path, out: Path) -> dict[str, str]:
         try:
             zerostart.save(engine, out / f"engine of stage {stage}")
         except Exception:
-            failed[f"engine of stage {stage}"] = traceback.format_exc()
+            errors[f"engine of stage {stage}"] = traceback.format_exc()
     model = zerostart.load(path, engine="fsdp2", zero_stage=0, progress=False)
     zerostart.save(DistributedDataParallel(model), out / "in DistributedDataParallel")
     statistics = torch.nn.BatchNorm1d(5)
     assert statistics.running_mean is not None
     statistics.running_mean.fill_(torch.distributed.get_rank() + 1)
-    zerostart.save(DistributedDataParallel(statistics), out.parent / f"{out.name} of other values")
+    zerostart.save(DistributedDataParallel(statistics), out.parent / f"{out.name} of unequal buffers")
     model = zerostart.load(path, engine="fsdp2", progress=False)
     zerostart.save(torch.compile(model), out / "compiled")  # type: ignore[arg-type]
-    return failed
+    return errors
 
 
 @pytest.mark.slow
 def test_models_inside_engines_and_wrappers(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
-    """What ``deepspeed.initialize``, DDP and torch.compile give is saved as the model in it."""
     path = checkpoints("qwen3", BF16)
-    assert run_ranks(_save_wrapped, 2, path, tmp_path / "out", timeout=240) == [{}, {}]
-    found = sorted((tmp_path / "out").iterdir())
-    assert len(found) == 5
-    for folder in found:
+    assert run_ranks(save_wrapped_models, 2, path, tmp_path / "out", timeout=240) == [{}, {}]
+    folders = sorted((tmp_path / "out").iterdir())
+    assert len(folders) == 5
+    for folder in folders:
         assert_same_tensors(folder, path)
-    # Of buffers that differ the first rank's count.
-    assert tensors_in(tmp_path / "out of other values")["running_mean"].tolist() == [1.0] * 5
+    # The first rank's values are saved for buffers that differ between ranks.
+    assert tensors_in(tmp_path / "out of unequal buffers")["running_mean"].tolist() == [1.0] * 5
 
 
-def _save_masters(path: Path, out: Path) -> None:
-    """On one rank: an fp32 checkpoint in bf16, its masters read by the engine, saved in fp32."""
+def save_masters(path: Path, out: Path) -> None:
+    """Load an fp32 checkpoint in bf16 with DeepSpeed and save it in fp32."""
     import deepspeed
 
     for stage in (2, 3):
@@ -74,8 +73,8 @@ def _save_masters(path: Path, out: Path) -> None:
 
 @pytest.mark.slow
 def test_masters_in_full_precision(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
-    """In fp32 an engine's masters are saved: no bit of the checkpoint is lost, though parameters are bf16."""
+    """An fp32 save writes the masters of bf16 parameters, so no bit is lost."""
     path = checkpoints("mixtral", F32)
-    run_ranks(_save_masters, 2, path, tmp_path, timeout=120)
+    run_ranks(save_masters, 2, path, tmp_path, timeout=120)
     for stage in (2, 3):
         assert_same_tensors(tmp_path / f"stage {stage}", path)

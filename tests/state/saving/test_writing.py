@@ -1,4 +1,4 @@
-"""Writing tensors from shards: what ranks with any layouts write together is what one process would."""
+"""Write tensors from shards of any layout."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -27,25 +27,25 @@ from zerostart.transfer.writing import write_out
 Tensors = dict[str, torch.Tensor]
 
 
-def _fused(t: Tensors) -> Tensors:
+def fuse_experts(t: Tensors) -> Tensors:
     gate = torch.stack([t[f"experts.{n}.gate"] for n in range(3)])
     up = torch.stack([t[f"experts.{n}.up"] for n in range(3)])
     return {"gate_up": torch.cat([gate, up], dim=1)}
 
 
-def _permuted(t: Tensors) -> Tensors:
+def permute_heads(t: Tensors) -> Tensors:
     return {"q": t["q"].view(3, 2, 5, 7).transpose(1, 2).reshape(30, 7), "w": t["w"].t().contiguous()}
 
 
-def _interleaved(t: Tensors) -> Tensors:
+def split_interleaved_heads(t: Tensors) -> Tensors:
     heads = t["qkv"].view(4, 3, 5, 6)
     return {name: heads[:, n].reshape(20, 6) for n, name in enumerate("qkv")}
 
 
 CONVERSIONS: dict[str, tuple[Callable[[Tensors], Tensors], dict[str, tuple[int, ...]]]] = {
-    "fused": (_fused, {f"experts.{n}.{part}": (4, 5) for n in range(3) for part in ("gate", "up")}),
-    "permuted": (_permuted, {"q": (30, 7), "w": (11, 13)}),
-    "interleaved": (_interleaved, {"qkv": (60, 6)}),
+    "fused": (fuse_experts, {f"experts.{n}.{part}": (4, 5) for n in range(3) for part in ("gate", "up")}),
+    "permuted": (permute_heads, {"q": (30, 7), "w": (11, 13)}),
+    "interleaved": (split_interleaved_heads, {"qkv": (60, 6)}),
 }
 LAYOUTS: dict[str, Callable[[tuple[int, ...], int, int], tuple[Layout, tuple[int, int]]]] = {
     "flat": lambda shape, rank, size: (flat_partition(shape, rank, size), (0, 1)),
@@ -55,69 +55,69 @@ LAYOUTS: dict[str, Callable[[tuple[int, ...], int, int], tuple[Layout, tuple[int
 }
 
 
-def _stored(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> Tensors:
+def random_tensors(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> Tensors:
     torch.manual_seed(3)
     return {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
 
 
-def _shard(name: str, whole: torch.Tensor, layout: Layout, held: tuple[int, int] = (0, 1)) -> Shard:
+def make_shard(name: str, whole: torch.Tensor, layout: Layout, replica: tuple[int, int] = (0, 1)) -> Shard:
     storage = torch.full((layout.numel,), float("nan"), dtype=whole.dtype)
     for first, count, place in layout.runs():
         storage[place : place + count] = whole.reshape(-1)[first : first + count]
-    return Shard(name, layout, storage, lambda _: layout, held)
+    return Shard(name, layout, storage, lambda _: layout, replica)
 
 
-def _outgoing(conversion: str, stored: Tensors, layout: str, rank: int, size: int) -> list[Outgoing]:
-    """What one rank has of the model that the conversion makes of ``stored``."""
+def shards_of(conversion: str, tensors: Tensors, layout: str, rank: int, size: int) -> list[Outgoing]:
+    """Return one rank's shards of the converted ``tensors``."""
     convert, shapes = CONVERSIONS[conversion]
-    symbols = {n: SymbolicTensor.of(n, shape, stored[n].dtype) for n, shape in shapes.items()}
+    symbols = {n: SymbolicTensor.of(n, shape, tensors[n].dtype) for n, shape in shapes.items()}
     traced = convert(symbols)  # type: ignore[arg-type]
-    found = []
-    for name, whole in convert(stored).items():
-        share, held = LAYOUTS[layout](tuple(whole.shape), rank, size)
+    outgoing = []
+    for name, whole in convert(tensors).items():
+        rank_layout, replica = LAYOUTS[layout](tuple(whole.shape), rank, size)
         target = Target(name, tuple(whole.shape), whole.dtype)
         recipe = Recipe(target, traced[name].value.pieces)  # type: ignore[attr-defined]
-        found.append(Outgoing(recipe, _shard(name, whole, share, held)))
-    return found
+        outgoing.append(Outgoing(recipe, make_shard(name, whole, rank_layout, replica)))
+    return outgoing
 
 
 @pytest.mark.parametrize("chunk", [64, 1 << 20])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("conversion", CONVERSIONS)
-def test_ranks_together_write_what_was_stored(
+def test_ranks_restore_converted_tensors(
     conversion: str, layout: str, size: int, chunk: int, tmp_path: Path
 ) -> None:
-    """Through a conversion and any layout, bytes in the files are those that the conversion took."""
-    stored = _stored(CONVERSIONS[conversion][1], torch.bfloat16)
-    files = plan_shards([(n, spelling(t.dtype), tuple(t.shape)) for n, t in stored.items()], 300)
+    """Files contain the tensors from before the conversion, for any layout."""
+    tensors = random_tensors(CONVERSIONS[conversion][1], torch.bfloat16)
+    files = plan_shards([(n, spelling(t.dtype), tuple(t.shape)) for n, t in tensors.items()], 300)
     written = 0
-    seen: dict[str, torch.Tensor] = {n: torch.zeros(t.numel()) for n, t in stored.items()}
+    counts: dict[str, torch.Tensor] = {n: torch.zeros(t.numel()) for n, t in tensors.items()}
 
-    def noted(name: str, first: int, step: int, data: torch.Tensor) -> None:
+    def count_writes(name: str, first: int, step: int, data: torch.Tensor) -> None:
         for row, elements in enumerate(data):
             begin = first + row * step
-            seen[name][begin : begin + len(elements)] += 1
+            counts[name][begin : begin + len(elements)] += 1
 
     with CheckpointWriter(tmp_path, files) as writer:
         for rank in range(size):
-            plan, storages = plan_own_writes(files, _outgoing(conversion, stored, layout, rank, size), chunk)
+            plan, storages = plan_own_writes(files, shards_of(conversion, tensors, layout, rank, size), chunk)
             assert all(write.span * write.dtype.itemsize <= chunk for write in plan.writes)
-            written += write_out(plan, storages, writer, 2, noted)
+            written += write_out(plan, storages, writer, 2, count_writes)
     assert written == files.total_size
-    assert all(bool((count == 1).all()) for count in seen.values()), "an element written twice, or never"
-    found: Tensors = {}
+    assert all(bool((count == 1).all()) for count in counts.values()), "an element written twice, or never"
+    saved: Tensors = {}
     for file in files.files:
-        found.update(load_file(tmp_path / file.name))
-    assert found.keys() == stored.keys()
-    for name, tensor in stored.items():
-        assert torch.equal(found[name].view(torch.int16), tensor.view(torch.int16)), name
+        saved.update(load_file(tmp_path / file.name))
+    assert saved.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(saved[name].view(torch.int16), tensor.view(torch.int16)), name
 
 
-def test_cast_on_the_way_out(tmp_path: Path) -> None:
-    """Elements take the dtype of the files, as ``Tensor.to`` gives it."""
+def test_elements_are_cast_while_writing(tmp_path: Path) -> None:
+    """Elements are cast to the dtype of the file like ``Tensor.to`` does."""
     whole = torch.randn(40, 5)
-    shard = _shard("w", whole, replicated((40, 5)))
+    shard = make_shard("w", whole, replicated((40, 5)))
     write_tensors(
         Publication(Files(tmp_path)),
         [("w", "BF16", (40, 5))],
@@ -127,10 +127,10 @@ def test_cast_on_the_way_out(tmp_path: Path) -> None:
     assert torch.equal(load_file(tmp_path / "model.safetensors")["w"], whole.to(torch.bfloat16))
 
 
-def test_a_place_that_cannot_be_is_a_named_error(tmp_path: Path) -> None:
-    """And not what putting it right has failed with."""
+def test_impossible_directory_is_an_error(tmp_path: Path) -> None:
+    """The error of cleaning up does not hide the first error."""
     (tmp_path / "file").touch()
-    shard = _shard("w", torch.zeros(2), replicated((2,)))
+    shard = make_shard("w", torch.zeros(2), replicated((2,)))
     with pytest.raises(WriteError, match="file: the directory cannot be created"):
         write_tensors(
             Publication(Files(tmp_path / "file")),
@@ -140,9 +140,9 @@ def test_a_place_that_cannot_be_is_a_named_error(tmp_path: Path) -> None:
         )
 
 
-def test_what_is_not_whole_is_not_saved(tmp_path: Path) -> None:
-    """A share that no rank has is an error that says so, and leaves no file."""
-    half = _shard("w", torch.randn(8, 2), dimension_shard((8, 2), 0, 0, 2))
+def test_incomplete_tensor_is_not_saved(tmp_path: Path) -> None:
+    """A part that no rank has is an error, and no file is left."""
+    half = make_shard("w", torch.randn(8, 2), dimension_shard((8, 2), 0, 0, 2))
     with pytest.raises(CheckpointError, match="w: 8 elements"):
         write_tensors(
             Publication(Files(tmp_path)),

@@ -1,4 +1,4 @@
-"""System calls of a running process, each of which can be the last, or fail, by ``strace``."""
+"""Trace system calls of a running process with ``strace``, and kill or fail one."""
 
 import ctypes
 import os
@@ -12,19 +12,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-#: The system call, and which of its calls in a thread.
+#: Name of a system call, and its number among the calls of a thread.
 Point = tuple[str, int]
-#: Calls that change files or directories, or bring them to the disk.
+#: Calls that change files or directories, or flush them to disk.
 CALLS = (
     "openat", "mkdir", "mkdirat", "pwrite64", "write", "ftruncate", "fsync", "rename", "renameat", "unlink",
     "unlinkat", "rmdir", "link", "linkat",
 )  # fmt: skip
-_LINE = re.compile(r"(?P<thread>\d+) +(?P<call>\w+)\((?P<rest>.*)")
-_PR_SET_PTRACER, _ANY = 0x59616D61, ctypes.c_ulong(-1)
+_TRACE_LINE = re.compile(r"(?P<thread>\d+) +(?P<call>\w+)\((?P<arguments>.*)")
+_PR_SET_PTRACER, _ANY_PROCESS = 0x59616D61, ctypes.c_ulong(-1)
 
 
 def tracing_works() -> bool:
-    """Whether there is an strace that may trace here."""
+    """Return True if strace is installed and allowed to trace."""
     if shutil.which("strace") is None:
         return False
     return (
@@ -34,8 +34,8 @@ def tracing_works() -> bool:
 
 @contextmanager
 def traced(log: Path, point: Point | None = None, error: str | None = None) -> Iterator[None]:
-    """Inside, the calls of this process are written to ``log``, and the one at ``point`` kills or fails."""
-    ctypes.CDLL(None).prctl(_PR_SET_PTRACER, _ANY, 0, 0, 0)  # a child may trace this process
+    """Trace this process into ``log``; kill or fail the call at ``point``."""
+    ctypes.CDLL(None).prctl(_PR_SET_PTRACER, _ANY_PROCESS, 0, 0, 0)  # a child may trace this process
     command = [
         "strace",
         "-f",
@@ -49,9 +49,9 @@ def traced(log: Path, point: Point | None = None, error: str | None = None) -> I
         f"trace={','.join(CALLS)}",
     ]
     if point is not None:
-        what = f"error={error}" if error else "signal=KILL"
-        command += ["-e", f"inject={point[0]}:{what}:when={point[1]}"]
-    # Opened before: the calls that are counted are the body's alone.
+        fault = f"error={error}" if error else "signal=KILL"
+        command += ["-e", f"inject={point[0]}:{fault}:when={point[1]}"]
+    # Open status files now, so that only the body's calls are traced.
     statuses = []
     for thread in Path("/proc/self/task").iterdir():
         with suppress(FileNotFoundError, ProcessLookupError):
@@ -63,7 +63,7 @@ def traced(log: Path, point: Point | None = None, error: str | None = None) -> I
     finally:
         for status in statuses:
             os.close(status)
-        tracer.send_signal(signal.SIGINT)  # it lets go of this process
+        tracer.send_signal(signal.SIGINT)  # detaches from this process
         tracer.wait(30)
 
 
@@ -79,20 +79,20 @@ def _wait_for(tracer: subprocess.Popen[bytes], statuses: list[int]) -> None:
 def _is_traced(status: int, tracer: subprocess.Popen[bytes]) -> bool:
     try:
         return f"TracerPid:\t{tracer.pid}\n".encode() in os.pread(status, 1 << 14, 0)
-    except ProcessLookupError:  # a thread that has ended since
+    except ProcessLookupError:  # the thread has ended
         return True
 
 
 def points_in(log: Path, folder: Path) -> list[Point]:
-    """The points of a trace that concern what is below ``folder``, in their order."""
+    """Return the points of a trace below ``folder``, in their order."""
     counts: Counter[tuple[str, str]] = Counter()
-    found: dict[Point, None] = {}
+    points: dict[Point, None] = {}
     for line in log.read_text(errors="replace").splitlines():
-        match = _LINE.match(line)
+        match = _TRACE_LINE.match(line)
         if match is None:
             continue
         counts[match["thread"], match["call"]] += 1
-        changes = match["call"] != "openat" or "O_CREAT" in match["rest"]
-        if changes and str(folder) in match["rest"]:
-            found[match["call"], counts[match["thread"], match["call"]]] = None
-    return list(found)
+        changes = match["call"] != "openat" or "O_CREAT" in match["arguments"]
+        if changes and str(folder) in match["arguments"]:
+            points[match["call"], counts[match["thread"], match["call"]]] = None
+    return list(points)

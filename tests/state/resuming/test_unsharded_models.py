@@ -1,4 +1,4 @@
-"""Models that no engine cuts: tensors in any order in memory, schedules, states of modules."""
+"""Save and resume unsharded models: memory formats, schedules, states of modules."""
 
 import shutil
 from collections.abc import Callable
@@ -15,8 +15,8 @@ import zerostart
 from zerostart.errors import CheckpointNotFoundError, ConfigError
 
 
-class Orders(nn.Module):
-    """Parameters and buffers whose elements lie in memory otherwise than row by row."""
+class Noncontiguous(nn.Module):
+    """Parameters and buffers that are not contiguous in memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,24 +45,24 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int) -> lis
     return losses
 
 
-def test_tensors_in_any_order_in_memory_come_back(tmp_path: Path) -> None:
+def test_noncontiguous_tensors_are_restored(tmp_path: Path) -> None:
     torch.manual_seed(1)
-    first, second = Orders(), Orders()
+    first, second = Noncontiguous(), Noncontiguous()
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (first, second)]
     steps(first, optimizers[0], 2)
-    wanted = {name: tensor.clone() for name, tensor in first.state_dict().items()}
+    expected = {name: tensor.clone() for name, tensor in first.state_dict().items()}
     zerostart.save_state(tmp_path / "state", first, optimizers[0])
     zerostart.verify(tmp_path / "state")
-    on = steps(first, optimizers[0], 3)
+    continued = steps(first, optimizers[0], 3)
 
     zerostart.load_state(tmp_path / "state", second, optimizers[1])
-    assert [n for n, t in second.state_dict().items() if not torch.equal(t, wanted[n])] == []
+    assert [n for n, t in second.state_dict().items() if not torch.equal(t, expected[n])] == []
     assert not second.turned.is_contiguous()
     assert second.cut.stride() == (6, 1)
-    assert steps(second, optimizers[1], 3) == on
+    assert steps(second, optimizers[1], 3) == continued
     assert zerostart.digest(first) == zerostart.digest(second)
 
-    # Gradients that wait for a step, which are row by row where the parameter is not.
+    # A pending gradient is contiguous although its parameter is not.
     second.turned.grad = torch.arange(15.0).view(5, 3)
     zerostart.save_state(tmp_path / "window", second, optimizers[1], wait=False).wait()
     second.turned.grad = None
@@ -70,8 +70,8 @@ def test_tensors_in_any_order_in_memory_come_back(tmp_path: Path) -> None:
     assert torch.equal(torch.Tensor(second.turned.grad), torch.arange(15.0).view(5, 3))
 
     zerostart.save(first, tmp_path / "saved")
-    files = load_file(tmp_path / "saved" / "model.safetensors")
-    assert {n: torch.equal(t, files[n]) for n, t in first.state_dict().items()} == dict.fromkeys(files, True)
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    assert {n: torch.equal(t, saved[n]) for n, t in first.state_dict().items()} == dict.fromkeys(saved, True)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_tensors_in_any_order_in_memory_come_back(tmp_path: Path) -> None:
         (torch.ones(2, dtype=torch.complex128), "torch.complex128, which safetensors files do not know"),
     ],
 )
-def test_what_could_not_be_restored_is_not_saved(tmp_path: Path, tensor: torch.Tensor, reason: str) -> None:
+def test_unrestorable_tensors_are_refused(tmp_path: Path, tensor: torch.Tensor, reason: str) -> None:
     model = nn.Linear(2, 2)
     model.register_buffer("odd", tensor)
     with pytest.raises(ConfigError, match=f"odd.* {reason}"):
@@ -92,7 +92,7 @@ def test_what_could_not_be_restored_is_not_saved(tmp_path: Path, tensor: torch.T
 
 
 @pytest.mark.parametrize("key", ["a/b", 3])
-def test_a_state_of_an_optimizer_needs_a_name(tmp_path: Path, key: Any) -> None:
+def test_optimizer_state_keys_are_checked(tmp_path: Path, key: Any) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.state[model.weight][key] = torch.zeros(2, 2)
@@ -105,7 +105,7 @@ SCHEDULES: dict[str, Callable[[Any], Any]] = {
     "milestones": lambda o: lr_scheduler.MultiStepLR(o, [2, 6, 6]),
     "cycle": lambda o: lr_scheduler.OneCycleLR(o, 0.2, total_steps=20),
     "plateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1),
-    "one after the other": lambda o: lr_scheduler.SequentialLR(
+    "sequential": lambda o: lr_scheduler.SequentialLR(
         o, [lr_scheduler.LinearLR(o), lr_scheduler.MultiStepLR(o, [3])], [3]
     ),
     "chained": lambda o: lr_scheduler.ChainedScheduler(
@@ -114,64 +114,64 @@ SCHEDULES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def run(made: list[tuple[Any, Any]], count: int) -> list[list[float]]:
+def step_schedules(pairs: list[tuple[Any, Any]], count: int) -> list[list[float]]:
     rates: list[list[float]] = []
     for _ in range(count):
-        for optimizer, schedule in made:
+        for optimizer, schedule in pairs:
             optimizer.step()
             schedule.step(*([1.0] if isinstance(schedule, lr_scheduler.ReduceLROnPlateau) else []))
-        rates.append([optimizer.param_groups[0]["lr"] for optimizer, _ in made])
+        rates.append([optimizer.param_groups[0]["lr"] for optimizer, _ in pairs])
     return rates
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_every_kind_of_schedule_goes_into_extra(tmp_path: Path, name: str) -> None:
+def test_schedules_are_saved_as_extra(tmp_path: Path, name: str) -> None:
     models = [nn.Linear(2, 2), nn.Linear(2, 2)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models]
     first, second = [(o, SCHEDULES[name](o)) for o in optimizers]
-    run([first], 4)
+    step_schedules([first], 4)
     zerostart.save_state(tmp_path / "state", models[0], first[0], {"schedule": first[1].state_dict()})
     extra: Any = zerostart.load_state(tmp_path / "state", models[1], second[0])
     second[1].load_state_dict(extra["schedule"])
-    assert all(mine == theirs for mine, theirs in run([first, second], 8))
+    assert all(mine == theirs for mine, theirs in step_schedules([first, second], 8))
 
 
-class Counting(nn.Linear):
-    """A module with a state that is no tensor of its state dict, as quantisers keep one."""
+class CountingLinear(nn.Linear):
+    """Module with extra state outside its tensors, like a quantiser's."""
 
     def __init__(self) -> None:
         super().__init__(2, 2)
-        self.seen: Any = {"steps": 0}
+        self.extra: Any = {"steps": 0}
 
     def get_extra_state(self) -> Any:
-        return self.seen
+        return self.extra
 
     def set_extra_state(self, state: Any) -> None:
-        self.seen = state
+        self.extra = state
 
 
-def test_what_modules_keep_beside_tensors_comes_back(tmp_path: Path) -> None:
-    model, again = (nn.Sequential(*(Counting() for _ in range(3))) for _ in range(2))
-    kept = {"steps": 3, "scale": (1.5, None), "table": [b"\x00\xff", b""]}
-    model[0].seen, model[1].seen, model[2].seen = kept, torch.arange(5), bytes(range(256))
+def test_extra_state_of_modules_is_restored(tmp_path: Path) -> None:
+    model, loaded = (nn.Sequential(*(CountingLinear() for _ in range(3))) for _ in range(2))
+    extra = {"steps": 3, "scale": (1.5, None), "table": [b"\x00\xff", b""]}
+    model[0].extra, model[1].extra, model[2].extra = extra, torch.arange(5), bytes(range(256))
     zerostart.save_state(tmp_path / "state", model)
     zerostart.verify(tmp_path / "state")
-    zerostart.load_state(tmp_path / "state", again)
-    assert again[0].seen == kept
-    assert again[2].seen == bytes(range(256))
-    assert torch.equal(again[1].seen, torch.arange(5))
-    model[1].seen = object()
+    zerostart.load_state(tmp_path / "state", loaded)
+    assert loaded[0].extra == extra
+    assert loaded[2].extra == bytes(range(256))
+    assert torch.equal(loaded[1].extra, torch.arange(5))
+    model[1].extra = object()
     with pytest.raises(ConfigError, match=r"modules\.1 is a object"):
         zerostart.save_state(tmp_path / "state", model)
 
 
-def test_an_optimizer_that_one_rank_has_gathered_is_refused_by_name(tmp_path: Path) -> None:
+def test_gathered_optimizer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "optimizer.bin").touch()
     with pytest.raises(CheckpointNotFoundError, match="SHARDED_STATE_DICT"):
-        zerostart.load_state(tmp_path, Orders())
+        zerostart.load_state(tmp_path, Noncontiguous())
 
 
-def test_a_state_whose_model_has_gone_is_no_state(tmp_path: Path) -> None:
+def test_state_without_its_model_is_refused(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     zerostart.save_state(tmp_path, model)
     shutil.rmtree(tmp_path / "model")

@@ -1,4 +1,4 @@
-"""Models of unusual tensors under DeepSpeed, resumed at another stage; and its own calls for checkpoints."""
+"""Resume models with unusual tensors at another DeepSpeed stage."""
 
 import json
 from pathlib import Path
@@ -12,8 +12,8 @@ import zerostart
 from tests.ranks import run_ranks
 
 
-class Odd(nn.Module):
-    """Parameters without dimensions, frozen, unused; buffers of all kinds."""
+class UnusualModel(nn.Module):
+    """Scalar, frozen and unused parameters; buffers of all kinds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,11 +32,11 @@ class Odd(nn.Module):
         return out.square().mean()
 
 
-def engine_at(stage: int) -> Any:
+def make_engine(stage: int) -> Any:
     import deepspeed
 
     torch.manual_seed(0)
-    weights = {name: tensor.clone() for name, tensor in Odd().state_dict().items()}
+    weights = {name: tensor.clone() for name, tensor in UnusualModel().state_dict().items()}
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": {"stage": stage},
@@ -44,7 +44,7 @@ def engine_at(stage: int) -> Any:
         "zero_force_ds_cpu_optimizer": False,
     }
     model = zerostart.load(
-        weights, Odd, engine="deepspeed", zero_stage=stage, engine_config=config, progress=False
+        weights, UnusualModel, engine="deepspeed", zero_stage=stage, engine_config=config, progress=False
     )
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [{"params": trained[::2], "lr": 0.02}, {"params": trained[1::2]}]
@@ -52,42 +52,42 @@ def engine_at(stage: int) -> Any:
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
 
 
-def losses(engine: Any, count: int) -> list[float]:
-    found = []
+def train(engine: Any, count: int) -> list[float]:
+    losses = []
     for number in range(count):
         loss = engine(torch.randn(2, 3, generator=torch.Generator().manual_seed(number)))
         engine.backward(loss)
         engine.step()
-        found.append(loss.item())
-    return found
+        losses.append(loss.item())
+    return losses
 
 
-def digests(path: Path) -> dict[str, str]:
-    found = json.loads((path / "state.json").read_text())["digests"]
-    return {n: d for folder in found.values() for n, d in folder.items() if not n.startswith("random/")}
+def read_digests(path: Path) -> dict[str, str]:
+    folders = json.loads((path / "state.json").read_text())["digests"]
+    return {n: d for folder in folders.values() for n, d in folder.items() if not n.startswith("random/")}
 
 
-def unusual(folder: Path) -> list[list[float]]:
-    """What follows a save at stage 3, and the same after it is resumed at stage 2 and 3."""
-    engine = engine_at(3)
-    losses(engine, 2)
+def resume_at_other_stages(folder: Path) -> list[list[float]]:
+    """Return losses after a save at stage 3 and after two resumes."""
+    engine = make_engine(3)
+    train(engine, 2)
     zerostart.save_state(folder / "3", engine)
-    found = [losses(engine, 2)]
+    losses = [train(engine, 2)]
     engine.destroy()
     for stage, before, after in ((2, "3", "2"), (3, "2", "again")):
-        engine = engine_at(stage)
+        engine = make_engine(stage)
         zerostart.load_state(folder / before, engine)
         zerostart.save_state(folder / after, engine)
-        found.append(losses(engine, 2))
+        losses.append(train(engine, 2))
         engine.destroy()
-    return found
+    return losses
 
 
 @pytest.mark.slow
-def test_unusual_tensors_go_from_stage_to_stage(tmp_path: Path) -> None:
-    found = run_ranks(unusual, 2, tmp_path)[0]
-    assert found[1] == pytest.approx(found[0], rel=1e-5)
-    assert found[2] == found[0]
-    wanted = digests(tmp_path / "3")
-    assert {"scale", "nothing", "optimizer/exp_avg/scale", "optimizer/exp_avg/unused"} <= wanted.keys()
-    assert digests(tmp_path / "2") == digests(tmp_path / "again") == wanted
+def test_unusual_tensors_resume_at_other_stages(tmp_path: Path) -> None:
+    losses = run_ranks(resume_at_other_stages, 2, tmp_path)[0]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert losses[2] == losses[0]
+    expected = read_digests(tmp_path / "3")
+    assert {"scale", "nothing", "optimizer/exp_avg/scale", "optimizer/exp_avg/unused"} <= expected.keys()
+    assert read_digests(tmp_path / "2") == read_digests(tmp_path / "again") == expected
