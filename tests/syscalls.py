@@ -1,4 +1,4 @@
-"""What a process does to the file system, call by call: each in turn fails, or is the last that it does."""
+"""Fail a file-changing system call of this process, or simulate a kill at it."""
 
 import errno
 import os
@@ -6,32 +6,32 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-#: Everything of ``os`` that changes files or directories, or brings them to the disk.
+#: Functions of ``os`` that change files or directories, or flush them to disk.
 CHANGING = (
     "open", "pwrite", "write", "ftruncate", "fsync", "mkdir", "rmdir", "rename", "replace", "unlink",
     "remove", "link", "symlink",
 )  # fmt: skip
-#: What a full disk and a lost one answer.
+#: Error numbers of a full and of a broken disk.
 FAILURES = (errno.ENOSPC, errno.EIO)
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
 
 class Killed(BaseException):
-    """This process is no more: nothing that it does from here on has an effect."""
+    """Simulated kill: further calls of the process have no effect."""
 
 
 class Calls:
-    """Counts the calls that change files, and lets one of them be the last, or fail."""
+    """Count file-changing calls, and kill or fail one of them."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
         self.chosen: int | None = None
         self.error: int | None = None
         self._dead = False
-        #: The functions of ``os`` as they are without this.
-        self.kept: dict[str, Any] = {}
+        #: Original functions of ``os``.
+        self.originals: dict[str, Any] = {}
 
-    def _meet(self, name: str, call: Callable[[], Any]) -> Any:
+    def _intercept(self, name: str, call: Callable[[], Any]) -> Any:
         if self._dead:
             raise Killed
         self.names.append(name)
@@ -45,28 +45,28 @@ class Calls:
         raise Killed
 
     @contextmanager
-    def watched(self, chosen: int | None = None, error: int | None = None) -> "Iterator[Calls]":
-        """Inside, call number ``chosen`` fails with ``error`` or, without one, is the last one."""
+    def watch(self, chosen: int | None = None, error: int | None = None) -> "Iterator[Calls]":
+        """Fail call number ``chosen`` with ``error``, or kill the process there without one."""
         self.names, self.chosen, self.error, self._dead = [], chosen, error, False
-        self.kept = kept = {name: getattr(os, name) for name in CHANGING}
-        # A process that is killed takes nothing with it that it has written, synced or not.
-        harmless = {**kept, "fsync": lambda handle: None}
+        self.originals = originals = {name: getattr(os, name) for name in CHANGING}
+        # A killed process loses no written data, so syncs may be skipped.
+        harmless = {**originals, "fsync": lambda handle: None}
 
-        def watching(name: str) -> Callable[..., Any]:
+        def wrapper_of(name: str) -> Callable[..., Any]:
             def call(*args: Any, **kwargs: Any) -> Any:
                 opens_to_read = name == "open" and not (args[1] if len(args) > 1 else 0) & _WRITING
                 if opens_to_read and not self._dead:
-                    return kept[name](*args, **kwargs)
-                return self._meet(name, lambda: harmless[name](*args, **kwargs))
+                    return originals[name](*args, **kwargs)
+                return self._intercept(name, lambda: harmless[name](*args, **kwargs))
 
             return call
 
         for name in CHANGING:
-            setattr(os, name, watching(name))
+            setattr(os, name, wrapper_of(name))
         try:
             yield self
         except Killed:
             pass
         finally:
-            for name, function in kept.items():
+            for name, function in originals.items():
                 setattr(os, name, function)

@@ -1,8 +1,8 @@
-"""Small checkpoints of every format, ways to damage them, and what other readers make of the damaged ones.
+"""Small checkpoints of every format, ways to damage them, and reference readers.
 
-A checkpoint is its files by their names. ``damaged`` changes one by its bytes (rather those of pickles and
-of JSON, for what lies in tensors is any number) or, where a pickle is known, by a value in it. ``OWN`` opens
-one with zerostart, ``ORACLES`` with the libraries that wrote it, where these have a reader.
+A checkpoint is a mapping of file names to contents. :func:`damage` changes bytes, mostly of pickles and JSON
+because tensors may hold any number, or replaces a value inside a known pickle. ``READERS`` open a checkpoint
+with zerostart, and ``ORACLES`` with the library that wrote it, if it has a reader.
 """
 
 import contextlib
@@ -30,38 +30,38 @@ from zerostart.checkpoint.formats.training import training_states
 from zerostart.checkpoint.source import open_catalog
 
 Files = dict[str, bytes]
-#: Bytes of the elements of each tensor, by its name.
+#: Bytes of each tensor's elements, by tensor name.
 Values = dict[str, bytes]
-#: More than that a damaged shape may claim without anybody reading it.
-MOST = 1 << 16
-_SPELLED = {name: spelled for spelled, name in TORCH_NAMES.items()}
+#: Tensors with more elements, as damaged shapes claim, are not read.
+MAX_ELEMENTS = 1 << 16
+_TORCH_DTYPES = {name: torch_name for torch_name, name in TORCH_NAMES.items()}
 
 
-# -- examples ---------------------------------------------------------------------------------------------
+# -- checkpoints ------------------------------------------------------------------------------------------
 
 
-def saved(value: Any, **options: Any) -> bytes:
+def dumps(value: Any, **options: Any) -> bytes:
     out = io.BytesIO()
     torch.save(value, out, **options)
     return out.getvalue()
 
 
 def state_dict() -> dict[str, torch.Tensor]:
-    whole = torch.arange(12.0).view(4, 3)
+    weight = torch.arange(12.0).view(4, 3)
     return {
-        "a.weight": whole,
-        "a.t": whole.t(),
+        "a.weight": weight,
+        "a.t": weight.t(),
         "b": torch.arange(5, dtype=torch.int16),
         "s": torch.tensor(2.5),
     }
 
 
-def plain() -> dict[str, torch.Tensor]:
+def contiguous_state_dict() -> dict[str, torch.Tensor]:
     return {name: tensor.contiguous().clone() for name, tensor in state_dict().items()}
 
 
-def one_file() -> Files:
-    return {"model.safetensors": safetensors_bytes(plain(), {"format": "pt"})}
+def single_file() -> Files:
+    return {"model.safetensors": safetensors_bytes(contiguous_state_dict(), {"format": "pt"})}
 
 
 def sharded() -> Files:
@@ -73,21 +73,21 @@ def sharded() -> Files:
     }
     shards: dict[str, dict[str, torch.Tensor]] = {}
     for name, file in names.items():
-        shards.setdefault(file, {})[name] = plain()[name]
+        shards.setdefault(file, {})[name] = contiguous_state_dict()[name]
     index = {"metadata": {"total_size": 82}, "weight_map": names}
     files = {file: safetensors_bytes(tensors) for file, tensors in shards.items()}
     return {**files, "model.safetensors.index.json": json.dumps(index).encode()}
 
 
 def torch_zip() -> Files:
-    return {"pytorch_model.bin": saved({"state_dict": state_dict(), "step": 3})}
+    return {"pytorch_model.bin": dumps({"state_dict": state_dict(), "step": 3})}
 
 
-def legacy() -> Files:
-    return {"pytorch_model.bin": saved(state_dict(), _use_new_zipfile_serialization=False)}
+def legacy_pickle() -> Files:
+    return {"pytorch_model.bin": dumps(state_dict(), _use_new_zipfile_serialization=False)}
 
 
-def zero(stage: int, ranks: int = 2) -> Files:
+def zero_checkpoint(stage: int, ranks: int = 2) -> Files:
     shapes = [{"w": torch.Size([3, 4]), "v": torch.Size([3])}]
     files: Files = {}
     row = torch.arange(20.0)
@@ -116,11 +116,11 @@ def zero(stage: int, ranks: int = 2) -> Files:
             "global_steps": 3,
             "lr_scheduler": {"last": 1},
         }
-        files[f"g/zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"] = saved({"optimizer_state_dict": states})
+        files[f"g/zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"] = dumps({"optimizer_state_dict": states})
         if stage == 3:
-            files[f"g/zero_pp_rank_{rank}_mp_rank_00_model_states.pt"] = saved(model)
+            files[f"g/zero_pp_rank_{rank}_mp_rank_00_model_states.pt"] = dumps(model)
         elif rank == 0:
-            files["g/mp_rank_00_model_states.pt"] = saved(model)
+            files["g/mp_rank_00_model_states.pt"] = dumps(model)
     return {"latest": b"g", **files}
 
 
@@ -138,33 +138,33 @@ def dcp() -> Files:
         "w": torch.arange(12.0).view(4, 3),
         "v": torch.arange(5, dtype=torch.int64),
     }
-    described: dict[str, Any] = {}
-    places: dict[Any, Any] = {}
+    metadata: dict[str, Any] = {}
+    storage: dict[Any, Any] = {}
     files = {"__0_0.distcp": b"", "__1_0.distcp": b""}
     for name, tensor in values.items():
         half, chunks = tensor.shape[0] // 2, []
         for file, (low, high) in zip(files, ((0, half), (half, len(tensor))), strict=True):
             offset = torch.Size([low, *[0] * (tensor.dim() - 1)])
-            box = saved(tensor[low:high].clone())
-            places[MetadataIndex(f"model.{name}", offset)] = _StorageInfo(file, len(files[file]), len(box))
+            box = dumps(tensor[low:high].clone())
+            storage[MetadataIndex(f"model.{name}", offset)] = _StorageInfo(file, len(files[file]), len(box))
             files[file] += box
             chunks.append(ChunkStorageMetadata(offset, tensor[low:high].shape))
-        described[f"model.{name}"] = TensorStorageMetadata(
+        metadata[f"model.{name}"] = TensorStorageMetadata(
             TensorProperties(dtype=tensor.dtype), tensor.shape, chunks
         )
     routes: Any = {f"model.{name}": ("model", name) for name in values}
-    return {**files, ".metadata": pickle.dumps(Metadata(described, routes, places))}
+    return {**files, ".metadata": pickle.dumps(Metadata(metadata, routes, storage))}
 
 
 FORMATS: dict[str, Callable[[], Files]] = {
-    "safetensors": one_file,
+    "safetensors": single_file,
     "index": sharded,
     "torch zip": torch_zip,
-    "legacy pickle": legacy,
+    "legacy pickle": legacy_pickle,
     "DCP": dcp,
-    "ZeRO-1": lambda: zero(1),
-    "ZeRO-2": lambda: zero(2),
-    "ZeRO-3": lambda: zero(3),
+    "ZeRO-1": lambda: zero_checkpoint(1),
+    "ZeRO-2": lambda: zero_checkpoint(2),
+    "ZeRO-3": lambda: zero_checkpoint(3),
 }
 
 
@@ -193,8 +193,8 @@ TOKENS = [
 ]
 
 
-def damaged(files: Files, rng: random.Random) -> Files:
-    """The same files with one or more of them changed, cut, swapped or gone."""
+def damage(files: Files, rng: random.Random) -> Files:
+    """Change, cut, swap or delete one or more of the files."""
     out = dict(files)
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         name = rng.choice(sorted(out))
@@ -202,19 +202,19 @@ def damaged(files: Files, rng: random.Random) -> Files:
         if kind < 0.02 and len(out) > 1:
             del out[name]
         elif kind < 0.04:
-            other = rng.choice(sorted(out))
-            out[name], out[other] = out[other], out[name]
-        elif kind < 0.5 and (tree := _tree(name, files[name])) is not None:
-            changed = _changed(tree, rng)
-            with contextlib.suppress(Exception):  # what cannot be pickled
-                out[name] = pickle.dumps(changed) if name == ".metadata" else saved(changed)
+            second = rng.choice(sorted(out))
+            out[name], out[second] = out[second], out[name]
+        elif kind < 0.5 and (tree := _load_pickle(name, files[name])) is not None:
+            value = _change_value(tree, rng)
+            with contextlib.suppress(Exception):  # the value cannot be pickled
+                out[name] = pickle.dumps(value) if name == ".metadata" else dumps(value)
         else:
-            out[name] = _bytes_changed(out[name], name, rng)
+            out[name] = _change_bytes(out[name], name, rng)
     return out
 
 
-def _bytes_changed(content: bytes, name: str, rng: random.Random) -> bytes:
-    low, high = _described(content, name)
+def _change_bytes(content: bytes, name: str, rng: random.Random) -> bytes:
+    low, high = _header_range(content, name)
     if high <= low:
         return rng.choice(TOKENS)
     at = rng.randrange(low, high)
@@ -233,13 +233,13 @@ def _bytes_changed(content: bytes, name: str, rng: random.Random) -> bytes:
         return content[:at] + token + content[at + (len(token) if rng.random() < 0.7 else 0) :]
     if kind == 5:
         return content[: rng.randrange(len(content))]
-    other = rng.randrange(low, high)
-    piece = content[other : other + until - at]
+    source = rng.randrange(low, high)
+    piece = content[source : source + until - at]
     return content[:at] + piece + content[at + len(piece) :]
 
 
-def _described(content: bytes, name: str) -> tuple[int, int]:
-    """The part of a file that says what it holds: a header, a pickle, all of a text."""
+def _header_range(content: bytes, name: str) -> tuple[int, int]:
+    """Return the range of the header or pickle within a file."""
     if name.endswith(".safetensors") and len(content) > 8:
         return 0, min(len(content), 8 + int.from_bytes(content[:8], "little") + 4)
     begin, end = content.find(b"data.pkl"), content.find(b"PK\7\x08")
@@ -247,8 +247,8 @@ def _described(content: bytes, name: str) -> tuple[int, int]:
 
 
 @functools.cache
-def _tree(name: str, content: bytes) -> Any:
-    """What a pickle holds, as it is before it is damaged; None for other files."""
+def _load_pickle(name: str, content: bytes) -> Any:
+    """Load the undamaged pickle of a file, or return None for other files."""
     if name == ".metadata":
         return pickle.loads(content)
     if name.endswith((".pt", ".bin")) and "fsdp" not in name and "optimizer_0" not in name:
@@ -256,22 +256,22 @@ def _tree(name: str, content: bytes) -> Any:
     return None
 
 
-def _changed(value: Any, rng: random.Random) -> Any:
-    """A copy with one value in it replaced, removed or repeated."""
+def _change_value(value: Any, rng: random.Random) -> Any:
+    """Copy a value and replace, remove or repeat one value inside it."""
     if rng.random() < 0.12:
         return copy.copy(rng.choice(WEIRD))
     if isinstance(value, dict) and value:
         key = rng.choice(list(value))
-        made = dict(value)
+        out = dict(value)
         kind = rng.random()
         if kind < 0.1:
-            del made[key]
+            del out[key]
         elif kind < 0.2:
             with contextlib.suppress(TypeError):
-                made[rng.choice(WEIRD)] = made.pop(key)
+                out[rng.choice(WEIRD)] = out.pop(key)
         else:
-            made[key] = _changed(value[key], rng)
-        return made
+            out[key] = _change_value(value[key], rng)
+        return out
     if isinstance(value, (list, tuple)) and value:
         items = list(value)
         at = rng.randrange(len(items))
@@ -281,25 +281,25 @@ def _changed(value: Any, rng: random.Random) -> Any:
         elif kind < 0.2:
             items.append(items[at])
         else:
-            items[at] = _changed(items[at], rng)
+            items[at] = _change_value(items[at], rng)
         with contextlib.suppress(Exception):
             return type(value)(items)
         return tuple(items)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        made_of = copy.copy(value)
+        out = copy.copy(value)
         fields = [field.name for field in dataclasses.fields(value)]
         if fields:
             field = rng.choice(fields)
-            object.__setattr__(made_of, field, _changed(getattr(value, field), rng))
-        return made_of
+            object.__setattr__(out, field, _change_value(getattr(value, field), rng))
+        return out
     return copy.copy(rng.choice(WEIRD))
 
 
 # -- readers ----------------------------------------------------------------------------------------------
 
 
-def _elements(catalog: Catalog, entry: TensorEntry) -> torch.Tensor:
-    """The addresses of a stored tensor, from its first element to its last, as rows of bytes."""
+def _read_elements(catalog: Catalog, entry: TensorEntry) -> torch.Tensor:
+    """Read the bytes that hold a stored tensor, as one row per element."""
     width, unit = DTYPE_BITS[entry.dtype] // 8, entry.pieces[0].unit
     with Path(catalog.files[entry.file]).open("rb") as file:
         file.seek(entry.offset)
@@ -309,17 +309,17 @@ def _elements(catalog: Catalog, entry: TensorEntry) -> torch.Tensor:
 
 
 def values_of(catalog: Catalog) -> Values:
-    """Every tensor that a catalog speaks of, read element by element as its pieces say."""
+    """Read every tensor of a catalog element by element through its pieces."""
     out: Values = {}
     for name, tensor in catalog.weights.items():
-        if not 0 < tensor.numel <= MOST:
+        if not 0 < tensor.numel <= MAX_ELEMENTS:
             out[name] = b""
             continue
-        made = torch.full((*tensor.shape, DTYPE_BITS[tensor.dtype] // 8), 0, dtype=torch.uint8)
-        written = torch.zeros(tensor.shape, dtype=torch.uint8)
+        elements = torch.full((*tensor.shape, DTYPE_BITS[tensor.dtype] // 8), 0, dtype=torch.uint8)
+        write_counts = torch.zeros(tensor.shape, dtype=torch.uint8)
         for piece in tensor.pieces:
             stored = torch.cat(
-                [_elements(catalog, catalog.tensors[str(s)])[: piece.unit] for s in piece.source]
+                [_read_elements(catalog, catalog.tensors[str(s)])[: piece.unit] for s in piece.source]
             )
             address = torch.full((), piece.offset)
             for axis in piece.axes:
@@ -328,40 +328,40 @@ def values_of(catalog: Catalog) -> Values:
                     steps = (steps.unsqueeze(-1) + torch.arange(size) * stride).reshape(-1)
                 address = address.unsqueeze(-1) + steps.reshape(-1)
             box = tuple(slice(at, at + size) for at, size in zip(piece.origin, piece.extent, strict=True))
-            made[box] = stored[address.reshape(piece.extent)]
-            written[box] += 1
-        assert bool((written == 1).all()), f"{name} has elements that nothing wrote, or that two parts wrote"
-        out[name] = bytes(made.reshape(-1).tolist())
+            elements[box] = stored[address.reshape(piece.extent)]
+            write_counts[box] += 1
+        assert bool((write_counts == 1).all()), f"{name} has elements without a source, or with two"
+        out[name] = bytes(elements.reshape(-1).tolist())
     return out
 
 
-def _catalog(root: Path) -> Values:
-    found = values_of(open_catalog(root))
-    if (both := training_states(root)) is not None:
-        values_of(both[2])
-    return found
+def _read_catalog(root: Path) -> Values:
+    values = values_of(open_catalog(root))
+    if (states := training_states(root)) is not None:
+        values_of(states[2])
+    return values
 
 
-OWN: dict[str, Callable[[Path], Any]] = {
-    **dict.fromkeys(FORMATS, _catalog),
+READERS: dict[str, Callable[[Path], Any]] = {
+    **dict.fromkeys(FORMATS, _read_catalog),
 }
 
 
-class Unread(Exception):
-    """The other library does not read it, either."""
+class OracleError(Exception):
+    """The reference library cannot read the file either."""
 
 
-def _flat(tensor: torch.Tensor) -> bytes:
-    if not 0 < tensor.numel() <= MOST:
+def _bytes_of(tensor: torch.Tensor) -> bytes:
+    if not 0 < tensor.numel() <= MAX_ELEMENTS:
         return b""
     return bytes(tensor.detach().contiguous().reshape(-1).view(torch.uint8).tolist())
 
 
-def _tensors(values: Any) -> Values:
-    return {name: _flat(tensor) for name, tensor in values.items() if isinstance(tensor, torch.Tensor)}
+def _tensor_bytes(values: Any) -> Values:
+    return {name: _bytes_of(tensor) for name, tensor in values.items() if isinstance(tensor, torch.Tensor)}
 
 
-def _by_safetensors(*patterns: str) -> Callable[[Path], Values]:
+def _safetensors_reader(*patterns: str) -> Callable[[Path], Values]:
     def read(root: Path) -> Values:
         out: Values = {}
         try:
@@ -369,68 +369,68 @@ def _by_safetensors(*patterns: str) -> Callable[[Path], Values]:
                 for name, info in deserialize(path.read_bytes()):
                     out[name] = bytes(info["data"])
         except SafetensorError as error:
-            raise AssertionError(f"safetensors refuses what was taken: {error}") from error
+            raise AssertionError(f"safetensors refuses what zerostart read: {error}") from error
         return out
 
     return read
 
 
-def _by_index(root: Path) -> Values:
+def _read_index(root: Path) -> Values:
     files = sorted(
         set(json.loads((root / "model.safetensors.index.json").read_bytes())["weight_map"].values())
     )
-    return _by_safetensors(*files)(root)
+    return _safetensors_reader(*files)(root)
 
 
 @contextlib.contextmanager
-def _others() -> Iterator[None]:
+def _wrap_errors() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         logging.disable(logging.CRITICAL)
         try:
             yield
-        except (Exception, CheckpointException) as error:  # the second is none of the first
-            raise Unread(str(error)[:200]) from error
+        except (Exception, CheckpointException) as error:  # CheckpointException is no Exception
+            raise OracleError(str(error)[:200]) from error
         finally:
             logging.disable(logging.NOTSET)
 
 
-def _by_torch(root: Path) -> Values:
-    with _others():
+def _read_torch(root: Path) -> Values:
+    with _wrap_errors():
         value = torch.load(root / "pytorch_model.bin", weights_only=True)
-        wrapped = value.get("state_dict")
-        return _tensors(wrapped if isinstance(wrapped, dict) and _tensors(wrapped) else value)
+        inner = value.get("state_dict")
+        return _tensor_bytes(inner if isinstance(inner, dict) and _tensor_bytes(inner) else value)
 
 
-def _by_deepspeed(root: Path) -> Values:
+def _read_deepspeed(root: Path) -> Values:
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-    with _others(), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        return _tensors(get_fp32_state_dict_from_zero_checkpoint(str(root), lazy_mode=False))
+    with _wrap_errors(), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        return _tensor_bytes(get_fp32_state_dict_from_zero_checkpoint(str(root), lazy_mode=False))
 
 
-def _by_dcp(root: Path) -> Values:
-    """By the names in the description; not by the routes there, which may lead to lists of any length."""
-    import torch.distributed.checkpoint as saved_by_ranks
+def _read_dcp(root: Path) -> Values:
+    """Read tensors by their metadata names, because damaged routes may be endless."""
+    import torch.distributed.checkpoint as dcp_library
 
     catalog = open_catalog(root)
     value = {
-        f"model.{name}": torch.zeros(tensor.shape, dtype=getattr(torch, _SPELLED[tensor.dtype]))
+        f"model.{name}": torch.zeros(tensor.shape, dtype=getattr(torch, _TORCH_DTYPES[tensor.dtype]))
         for name, tensor in catalog.weights.items()
-        if tensor.numel <= MOST
+        if tensor.numel <= MAX_ELEMENTS
     }
-    with _others():
-        saved_by_ranks.load(value, checkpoint_id=root, no_dist=True)
-        return {name.removeprefix("model."): _flat(tensor) for name, tensor in value.items()}
+    with _wrap_errors():
+        dcp_library.load(value, checkpoint_id=root, no_dist=True)
+        return {name.removeprefix("model."): _bytes_of(tensor) for name, tensor in value.items()}
 
 
 ORACLES: dict[str, Callable[[Path], Any]] = {
-    "safetensors": _by_safetensors("model.safetensors"),
-    "index": _by_index,
-    "torch zip": _by_torch,
-    "legacy pickle": _by_torch,
-    "DCP": _by_dcp,
-    "ZeRO-1": _by_deepspeed,
-    "ZeRO-2": _by_deepspeed,
-    "ZeRO-3": _by_deepspeed,
+    "safetensors": _safetensors_reader("model.safetensors"),
+    "index": _read_index,
+    "torch zip": _read_torch,
+    "legacy pickle": _read_torch,
+    "DCP": _read_dcp,
+    "ZeRO-1": _read_deepspeed,
+    "ZeRO-2": _read_deepspeed,
+    "ZeRO-3": _read_deepspeed,
 }

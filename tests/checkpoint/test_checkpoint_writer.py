@@ -1,4 +1,4 @@
-"""Planning files and writing them: names, sizes, errors, and what a crash leaves behind."""
+"""Plan checkpoint files and write them: names, sizes and errors."""
 
 import os
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from zerostart.checkpoint.write.shards import parse_size, plan_shards
 from zerostart.checkpoint.write.writer import CheckpointWriter
 from zerostart.errors import CheckpointError, ConfigError, WriteError
 
-THREE = [("a", "F32", (4,)), ("b", "BF16", (2, 3)), ("c", "I64", ())]
+TENSORS = [("a", "F32", (4,)), ("b", "BF16", (2, 3)), ("c", "I64", ())]
 
 
 @pytest.mark.parametrize(
@@ -24,14 +24,14 @@ THREE = [("a", "F32", (4,)), ("b", "BF16", (2, 3)), ("c", "I64", ())]
         ("9007199254740993", 2**53 + 1),
     ],
 )  # fmt: skip
-def test_sizes(text: str | int, size: int) -> None:
+def test_sizes_are_parsed(text: str | int, size: int) -> None:
     assert parse_size(text) == size
 
 
 @pytest.mark.parametrize(
     "text", ["", "GB", "5 XB", "-5GB", "0", 0, -1, "nanGB", "infGB", "1e3", "5G", True, None, 1.5]
 )
-def test_sizes_that_are_none(text: object) -> None:
+def test_invalid_sizes_are_errors(text: object) -> None:
     with pytest.raises(ConfigError, match="not a size"):
         parse_size(text)  # type: ignore[arg-type]
 
@@ -40,16 +40,16 @@ def test_sizes_that_are_none(text: object) -> None:
     "sizes",
     [[60, 60, 20, 60, 20, 20], [200, 10, 10], [10, 200, 10], [100, 100], [1] * 30, [99, 1, 1], [0, 0]],
 )
-def test_shards_are_those_of_the_hub(sizes: Sequence[int]) -> None:
-    described = [(f"t{i}", "U8", (size,)) for i, size in enumerate(sizes)]
-    layout = plan_shards(described, 100, total_parameters=sum(sizes))
-    state = {name: torch.zeros(shape, dtype=torch.uint8) for name, _, shape in described}
+def test_shards_equal_those_of_huggingface_hub(sizes: Sequence[int]) -> None:
+    tensors = [(f"t{i}", "U8", (size,)) for i, size in enumerate(sizes)]
+    layout = plan_shards(tensors, 100, total_parameters=sum(sizes))
+    state = {name: torch.zeros(shape, dtype=torch.uint8) for name, _, shape in tensors}
     expected = split_torch_state_dict_into_shards(state, max_shard_size=100)
-    found: dict[str, list[str]] = {file.name: [] for file in layout.files}
+    files: dict[str, list[str]] = {file.name: [] for file in layout.files}
     for name, entry in layout.tensors.items():
-        found[layout.files[entry.file].name].append(name)
-    assert {file: sorted(held) for file, held in found.items()} == {
-        file: sorted(held) for file, held in expected.filename_to_tensors.items()
+        files[layout.files[entry.file].name].append(name)
+    assert {file: sorted(names) for file, names in files.items()} == {
+        file: sorted(names) for file, names in expected.filename_to_tensors.items()
     }
     if layout.index is not None:
         assert layout.index["weight_map"] == expected.tensor_to_filename
@@ -57,12 +57,12 @@ def test_shards_are_those_of_the_hub(sizes: Sequence[int]) -> None:
 
 
 @pytest.mark.parametrize(("limit", "expected"), [(100, "abc de f"), (99, "abde c f"), (130, "abdec f")])
-def test_files_are_divided_as_they_were(limit: int, expected: str) -> None:
-    """Where the limit could have divided them so, in an order that the files no longer tell."""
+def test_earlier_division_into_files_is_kept(limit: int, expected: str) -> None:
+    """Tensors stay in their earlier files if the size limit allows it."""
     sizes = {"a": 50, "b": 40, "d": 5, "e": 1, "c": 10, "f": 160}
     before = {"a": 0, "b": 0, "c": 0, "d": 1, "e": 1, "f": 2}
-    described = [(name, "U8", (size,)) for name, size in sizes.items()]
-    layout = plan_shards(described, limit, before=before)
+    tensors = [(name, "U8", (size,)) for name, size in sizes.items()]
+    layout = plan_shards(tensors, limit, before=before)
     groups = ["".join(n for n in sizes if layout.tensors[n].file == f) for f in range(len(layout.files))]
     assert sorted(map(sorted, groups)) == sorted(map(sorted, expected.split()))
 
@@ -77,7 +77,7 @@ def test_files_are_divided_as_they_were(limit: int, expected: str) -> None:
         [("a", "F32", (-1,))],
     ],
 )
-def test_what_cannot_be_planned(tensors: list[tuple[str, str, tuple[int, ...]]]) -> None:
+def test_invalid_tensors_are_errors(tensors: list[tuple[str, str, tuple[int, ...]]]) -> None:
     with pytest.raises(CheckpointError, match="tensor"):
         plan_shards(tensors)
 
@@ -85,28 +85,28 @@ def test_what_cannot_be_planned(tensors: list[tuple[str, str, tuple[int, ...]]])
 @pytest.mark.parametrize(
     ("name", "length", "offset"), [("a", 17, 0), ("a", 1, 16), ("a", 1, -1), ("x", 1, 0)]
 )
-def test_bytes_that_do_not_fit(name: str, length: int, offset: int, tmp_path: Path) -> None:
+def test_writes_outside_a_tensor_are_errors(name: str, length: int, offset: int, tmp_path: Path) -> None:
     with (
         pytest.raises(CheckpointError, match=f"tensor '{name}'"),
-        CheckpointWriter(tmp_path, plan_shards(THREE)) as writer,
+        CheckpointWriter(tmp_path, plan_shards(TENSORS)) as writer,
     ):
         writer.write(name, bytes(length), offset)
 
 
-def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
+def test_impossible_directory_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    for place in (tmp_path / "file", tmp_path / "file" / "below"):
+    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(WriteError, match="the directory cannot be created"):
-            CheckpointWriter(place, plan_shards(THREE)).create()
+            CheckpointWriter(folder, plan_shards(TENSORS)).create()
 
 
 def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> int:
+    def raise_no_space(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
-    writer = CheckpointWriter(tmp_path, plan_shards(THREE))
+    writer = CheckpointWriter(tmp_path, plan_shards(TENSORS))
     writer.create()
-    monkeypatch.setattr(os, "pwrite", full)
+    monkeypatch.setattr(os, "pwrite", raise_no_space)
     with pytest.raises(WriteError, match=r"model\.safetensors: writing failed: No space left on device"):
         writer.write("a", bytes(16))
     writer.discard()
@@ -117,6 +117,6 @@ def test_interrupted_and_partial_writes_are_completed(
 ) -> None:
     pwrite = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda handle, data, offset: pwrite(handle, bytes(data)[:3], offset))
-    with CheckpointWriter(tmp_path, plan_shards(THREE)) as writer:
+    with CheckpointWriter(tmp_path, plan_shards(TENSORS)) as writer:
         writer.write("a", torch.arange(4.0).numpy().data)
     assert load_file(tmp_path / "model.safetensors")["a"].tolist() == [0.0, 1.0, 2.0, 3.0]

@@ -1,4 +1,4 @@
-"""``--download``: huggingface_hub's own client, against a hub of this machine, and without any."""
+"""``--download``: huggingface_hub's client with a local hub, and loads without one."""
 
 import hashlib
 import http.server
@@ -18,15 +18,15 @@ from safetensors.torch import save
 FILES = {
     "config.json": b'{"model_type": "qwen3"}',
     "model.safetensors": save({"weight": torch.ones(4, 2)}),
-    "pytorch_model.bin": b"the same in another format",
+    "pytorch_model.bin": b"the same weights in another format",
 }
 COMMIT = hashlib.sha1(b"a commit").hexdigest()
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
-    """What of the hub's protocol a snapshot needs: a revision's files, and their content."""
+    """Serve the part of the hub's protocol that a snapshot download needs."""
 
-    asked: ClassVar[list[str]] = []
+    requests: ClassVar[list[str]] = []
 
     def do_HEAD(self) -> None:
         self.do_GET()
@@ -41,7 +41,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
             self._send(json.dumps(tree).encode())
         elif name.startswith("resolve/"):
             file = name.split("/", 2)[2]
-            self.asked.append(file)
+            self.requests.append(file)
             self._send(FILES[file])
         else:
             self._send(b'{"error": "Repository not found"}', 404)
@@ -58,7 +58,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
             self.wfile.write(content)
 
     def log_message(self, *_: object) -> None:
-        """Nothing."""
+        """Log nothing."""
 
 
 def _id(content: bytes) -> str:
@@ -71,15 +71,15 @@ def _siblings() -> list[dict[str, str]]:
 
 @pytest.fixture
 def endpoint() -> Iterator[str]:
-    Hub.asked.clear()
+    Hub.requests.clear()
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
 
 
-def inspect(source: str, cache: Path, endpoint: str, *more: str) -> subprocess.CompletedProcess[str]:
-    return run(["-m", "zerostart", "inspect", source, *more], cache, endpoint)
+def inspect(source: str, cache: Path, endpoint: str, *options: str) -> subprocess.CompletedProcess[str]:
+    return run(["-m", "zerostart", "inspect", source, *options], cache, endpoint)
 
 
 def environment_of(cache: Path, endpoint: str) -> dict[str, str]:
@@ -97,21 +97,21 @@ def run(arguments: list[str], cache: Path, endpoint: str) -> subprocess.Complete
 
 
 @pytest.mark.slow
-def test_a_model_is_fetched_once(endpoint: str, tmp_path: Path) -> None:
-    done = inspect("owner/model", tmp_path, endpoint)
-    assert (done.returncode, Hub.asked) == (1, [])
-    assert "--download" in done.stderr
-    done = inspect("owner/model", tmp_path, endpoint, "--download", "--json")
-    assert done.returncode == 0, done.stderr
-    assert [tensor["name"] for tensor in json.loads(done.stdout)["tensors"]] == ["weight"]
-    assert set(Hub.asked) == {"config.json", "model.safetensors"}, "what is there as safetensors, too"
-    Hub.asked.clear()
+def test_download_fetches_a_model_once(endpoint: str, tmp_path: Path) -> None:
+    process = inspect("owner/model", tmp_path, endpoint)
+    assert (process.returncode, Hub.requests) == (1, [])
+    assert "--download" in process.stderr
+    process = inspect("owner/model", tmp_path, endpoint, "--download", "--json")
+    assert process.returncode == 0, process.stderr
+    assert [tensor["name"] for tensor in json.loads(process.stdout)["tensors"]] == ["weight"]
+    assert set(Hub.requests) == {"config.json", "model.safetensors"}, "one format"
+    Hub.requests.clear()
     assert inspect("owner/model", tmp_path, endpoint, "--download").returncode == 0
-    assert Hub.asked == []
-    done = inspect("owner/other", tmp_path, endpoint, "--download")
-    assert done.returncode == 1
-    assert done.stderr.startswith("error: owner/other: ")
-    assert "does not give this model" in done.stderr
+    assert Hub.requests == []
+    process = inspect("owner/other", tmp_path, endpoint, "--download")
+    assert process.returncode == 1
+    assert process.stderr.startswith("error: owner/other: ")
+    assert "does not give this model" in process.stderr
 
 
 LOAD = """
@@ -122,22 +122,22 @@ print(float(sum(t.sum() for _, t in zerostart.full_tensors(model))))
 
 
 @pytest.mark.slow
-def test_a_load_fetches_the_files_that_the_index_lists(
+def test_load_fetches_only_files_of_the_index(
     endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not the same weights in one file, nor those of other libraries; and a plan fetches nothing."""
+    """No unlisted weights are fetched, and a plan fetches nothing."""
     shard = "model-00001-of-00001.safetensors"
-    more = {
+    files = {
         shard: FILES["model.safetensors"],
         "model.safetensors.index.json": json.dumps({"weight_map": {"weight": shard}}).encode(),
         "consolidated.safetensors": b"for somebody else",
     }
     monkeypatch.delitem(FILES, "model.safetensors")
-    for name, content in more.items():
+    for name, content in files.items():
         monkeypatch.setitem(FILES, name, content)
-    planned = run(["-m", "zerostart", "plan", "owner/model", "--world-size", "2"], tmp_path, endpoint)
-    assert (planned.returncode, Hub.asked) == (1, [])
-    done = run(["-c", LOAD, "owner/model"], tmp_path, endpoint)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "8.0"
-    assert set(Hub.asked) == {"config.json", "model.safetensors.index.json", shard}
+    plan = run(["-m", "zerostart", "plan", "owner/model", "--world-size", "2"], tmp_path, endpoint)
+    assert (plan.returncode, Hub.requests) == (1, [])
+    process = run(["-c", LOAD, "owner/model"], tmp_path, endpoint)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.strip() == "8.0"
+    assert set(Hub.requests) == {"config.json", "model.safetensors.index.json", shard}

@@ -1,4 +1,4 @@
-"""Archives and pickles that somebody has made up run no code, take little memory, and are named."""
+"""Forged archives and pickles run no code and need little memory."""
 
 import contextlib
 import io
@@ -21,7 +21,7 @@ from zerostart.errors import CheckpointError
 
 
 def rewrite(path: Path, edit: Callable[[dict[str, bytes]], None], method: int = 0, **info: Any) -> Path:
-    """The archive once more, with its records edited."""
+    """Write the archive again with edited records."""
     with zipfile.ZipFile(path) as archive:
         records = {name: archive.read(name) for name in archive.namelist()}
     edit(records)
@@ -32,7 +32,7 @@ def rewrite(path: Path, edit: Callable[[dict[str, bytes]], None], method: int = 
 
 
 @pytest.fixture
-def saved(tmp_path: Path) -> Path:
+def bin_file(tmp_path: Path) -> Path:
     torch.save({"w": torch.arange(12.0).view(3, 4), "v": torch.ones(5)}, tmp_path / "x.bin")
     return tmp_path / "x.bin"
 
@@ -41,14 +41,14 @@ def with_pickle(path: Path, content: bytes) -> Path:
     return rewrite(path, lambda records: records.update({"x/data.pkl": content}))
 
 
-def refused(path: Path, match: str) -> str:
+def error_of(path: Path, match: str) -> str:
     with pytest.raises(CheckpointError, match=match) as caught:
         open_catalog(path)
     assert path.name in str(caught.value)
     return str(caught.value)
 
 
-class Evil:
+class CodeCall:
     def __init__(self, function: Any, *arguments: Any) -> None:
         self.call = (function, arguments)
 
@@ -68,25 +68,25 @@ class Evil:
         (io.open, ("{}", "w")),
     ],
 )
-def test_code_is_named_and_never_run(function: Any, arguments: tuple[Any, ...], saved: Path) -> None:
-    trace = saved.with_name("ran")
-    arguments = tuple(a.format(trace) if isinstance(a, str) else a for a in arguments)
+def test_code_is_refused_and_never_run(function: Any, arguments: tuple[Any, ...], bin_file: Path) -> None:
+    evidence = bin_file.with_name("evidence")
+    arguments = tuple(a.format(evidence) if isinstance(a, str) else a for a in arguments)
     for content in (
-        Evil(function, *arguments),
-        {"w": Evil(function, *arguments)},
-        [Evil(function, *arguments)],
+        CodeCall(function, *arguments),
+        {"w": CodeCall(function, *arguments)},
+        [CodeCall(function, *arguments)],
     ):
-        text = refused(with_pickle(saved, pickle.dumps(content, protocol=2)), "which is code")
+        text = error_of(with_pickle(bin_file, pickle.dumps(content, protocol=2)), "which is code")
         assert function.__name__ in text
         assert "safetensors" in text
-    assert not trace.exists()
+    assert not evidence.exists()
 
 
 STORAGE = b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x0ctQ"
 
 
 @pytest.mark.parametrize(
-    ("content", "what"),
+    ("content", "message"),
     [
         (b"\x80\x02" + STORAGE + b")R.", "damaged"),
         (b"\x80\x02" + STORAGE + b"}b.", "damaged"),
@@ -116,13 +116,13 @@ STORAGE = b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x
         (b"\x80\x02ctorch._tensor\n_rebuild_from_type_v2\n(ctorch.device\n\n)tR.", "which is code"),
     ],
 )  # fmt: skip
-def test_pickles_that_torch_does_not_write_are_refused(content: bytes, what: str, saved: Path) -> None:
-    refused(with_pickle(saved, content), what)
+def test_foreign_pickles_are_refused(content: bytes, message: str, bin_file: Path) -> None:
+    error_of(with_pickle(bin_file, content), message)
 
 
 @pytest.mark.filterwarnings("ignore:Duplicate name")
 @pytest.mark.parametrize(
-    ("edit", "what"),
+    ("edit", "message"),
     [
         ({"x/byteorder": b"big"}, "big-endian"),
         ({"x/data/0": b"\0" * 44}, "beyond its storage of 44 bytes"),
@@ -134,27 +134,27 @@ def test_pickles_that_torch_does_not_write_are_refused(content: bytes, what: str
     ],
     ids=str,
 )
-def test_archives_that_contradict_their_pickle_are_refused(edit: Any, what: str, saved: Path) -> None:
+def test_archives_that_contradict_their_pickle_are_refused(edit: Any, message: str, bin_file: Path) -> None:
     if isinstance(edit, dict):
-        rewrite(saved, lambda records: records.update(edit))
+        rewrite(bin_file, lambda records: records.update(edit))
     elif isinstance(edit, str):
-        rewrite(saved, lambda records: records.pop(edit) and None)
+        rewrite(bin_file, lambda records: records.pop(edit) and None)
     elif edit is None:
-        with zipfile.ZipFile(saved, "a") as archive:
+        with zipfile.ZipFile(bin_file, "a") as archive:
             archive.writestr("x/data/0", b"\0" * 48)
     else:
-        rewrite(saved, lambda records: None, edit)
-    refused(saved, what)
+        rewrite(bin_file, lambda records: None, edit)
+    error_of(bin_file, message)
 
 
 def view_of(shape: str, strides: str, offset: str) -> bytes:
-    """A pickle of one tensor whose numbers are given as instructions."""
+    """Build a pickle of one tensor whose numbers are opcodes."""
     tensor = f"ctorch._utils\n_rebuild_tensor\n(§{offset}{shape}{strides}tR".encode("latin1")
     return b"\x80\x02}X\x01\x00\x00\x00w" + tensor.replace("§".encode("latin1"), STORAGE) + b"s."
 
 
 @pytest.mark.parametrize(
-    ("shape", "strides", "offset", "what"),
+    ("shape", "strides", "offset", "message"),
     [
         ("K\x0d\x85", "K\x01\x85", "K\x00", "beyond its storage"),
         ("K\x0c\x85", "K\x01\x85", "K\x01", "beyond its storage"),
@@ -167,17 +167,17 @@ def view_of(shape: str, strides: str, offset: str) -> bytes:
         ("\x8a\x09" + "\xff" * 8 + "\x7f\x85", "K\x00\x85", "K\x00", "something other"),
     ],
 )
-def test_views_outside_their_storage(shape: str, strides: str, offset: str, what: str, saved: Path) -> None:
-    refused(with_pickle(saved, view_of(shape, strides, offset)), what)
+def test_views_beyond_storage(shape: str, strides: str, offset: str, message: str, bin_file: Path) -> None:
+    error_of(with_pickle(bin_file, view_of(shape, strides, offset)), message)
 
 
 def test_older_formats_of_torch_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "old.bin"
     torch.save({"w": torch.ones(2)}, path, _use_new_zipfile_serialization=False)
-    text = refused(path, r"since version 1\.6")
+    text = error_of(path, r"since version 1\.6")
     assert "bare pickle" in text
     torch.jit.save(torch.jit.script(torch.nn.ReLU()), path)
-    refused(path, "which is code")
+    error_of(path, "which is code")
 
 
 def _nested_lists(depth: int) -> list[Any]:
@@ -188,19 +188,19 @@ def _nested_lists(depth: int) -> list[Any]:
 
 
 def _doubled_tuples(depth: int) -> bytes:
-    """A dictionary whose key is a tuple of two tuples of two tuples..., each of them one object."""
+    """Build a dictionary whose key nests pairs of the same tuple ``depth`` times."""
     return b"\x80\x02}" + b")" + b"2\x86" * depth + b"Ns."
 
 
-_MANY = 100_000
+_COUNT = 100_000
 
 
-#: A class, remembered as 0.
+#: Opcodes that push a class and store it as memo 0.
 _CLASS = b"\x80\x02cany\nclass\nq\x00"
 
 
-def _nested(within: bytes, before: bytes = b"N") -> bytes:
-    return before + within * _MANY
+def _repeat(opcode: bytes, start: bytes = b"N") -> bytes:
+    return start + opcode * _COUNT
 
 
 @pytest.mark.parametrize(
@@ -209,26 +209,26 @@ def _nested(within: bytes, before: bytes = b"N") -> bytes:
         pickle.dumps(_nested_lists(60), 2),
         b"\x80\x02]q\x00h\x00a.",
         _doubled_tuples(200),
-        b"\x80\x02}" + _nested(b"\x85") + b"Ns.",
-        b"\x80\x02}(" + _nested(b"\x85") + b"Nu.",
-        _CLASS + b")}" + _nested(b"\x85") + b"Ns\x92.",
+        b"\x80\x02}" + _repeat(b"\x85") + b"Ns.",
+        b"\x80\x02}(" + _repeat(b"\x85") + b"Nu.",
+        _CLASS + b")}" + _repeat(b"\x85") + b"Ns\x92.",
         b"\x80\x02}("
-        + b"".join(b"\x8a\xff%bN" % ((n << 61) - n).to_bytes(255, "little") for n in range(_MANY))
+        + b"".join(b"\x8a\xff%bN" % ((n << 61) - n).to_bytes(255, "little") for n in range(_COUNT))
         + b"u.",
         b"\x80\x02J\xff\xff\xff\xffq\x00J\xfe\xff\xff\xffq\x0100}("
         + b"".join(b"(%btN" % b"".join(b"h%c" % (n >> bit & 1) for bit in range(16)) for n in range(1 << 16))
         + b"u.",
-        b"\x80\x02\x8b" + struct.pack("<i", -6) + b".",  # which would begin again for ever
+        b"\x80\x02\x8b" + struct.pack("<i", -6) + b".",  # a length that moves the reader backwards
         b"\x80\x02\x8b" + struct.pack("<i", 1 << 20) + b"\x7f" * (1 << 20) + b".",
         b"\x80\x04\x8e" + struct.pack("<Q", 1 << 36) + b"a.",
         b"\x80\x04\x8d" + struct.pack("<Q", (1 << 64) - 1) + b"a.",
         b"\x80\x05\x96" + struct.pack("<Q", 1 << 36) + b".",
         b"\x80\x02ctorch._utils\n_rebuild_tensor\nN}X\x08\0\0\0__code__Ns\x86b.",
         _CLASS + b"N}X\x04\0\0\0nameNs\x86b.",
-        b"\x80\x02](](" + b"N" * _MANY + b"eq\x00" + b"h\x00" * _MANY + b"e.",
+        b"\x80\x02](](" + b"N" * _COUNT + b"eq\x00" + b"h\x00" * _COUNT + b"e.",
         b"\x80\x02](X"
-        + struct.pack("<i", _MANY)
-        + b"a" * _MANY
+        + struct.pack("<i", _COUNT)
+        + b"a" * _COUNT
         + b"\x85q\x00"
         + b"ctorch\nSize\nh\x00R" * 1000
         + b"e.",
@@ -242,34 +242,34 @@ def _nested(within: bytes, before: bytes = b"N") -> bytes:
         "a keyword",
         "integers of one hash",
         "tuples of one hash",
-        "an integer of less than nothing",
+        "an integer of negative length",
         "an integer of a million bytes",
-        "bytes that are not there",
-        "a text that is not there",
-        "an array that is not there",
+        "missing bytes",
+        "missing text",
+        "missing array",
         "attributes of a call",
         "attributes of a class",
         "a long list many times",
         "shapes of a text",
     ],
 )
-def test_a_small_pickle_takes_little_time_and_memory(raw: bytes) -> None:
-    begun = time.process_time()
-    with _little_memory(), pytest.raises(CheckpointError, match=r"states\.pt"):
+def test_small_pickles_take_little_time_and_memory(raw: bytes) -> None:
+    started = time.process_time()
+    with _limited_memory(), pytest.raises(CheckpointError, match=r"states\.pt"):
         read_inert_pickle(raw, "states.pt")
-    assert time.process_time() - begun < 5
+    assert time.process_time() - started < 5
 
 
 @pytest.mark.parametrize(
     "raw",
-    [_nested(b"\x85"), _nested(b"]", b"") + b"a" * (_MANY - 1), _nested(b"}N", b"") + b"}" + b"s" * _MANY],
+    [_repeat(b"\x85"), _repeat(b"]", b"") + b"a" * (_COUNT - 1), _repeat(b"}N", b"") + b"}" + b"s" * _COUNT],
     ids=["tuples", "lists", "dictionaries"],
 )
 def test_deeply_nested_pickles_are_read(raw: bytes) -> None:
-    with _little_memory():
-        assert read_inert_pickle(b"\x80\x02Nr\xff\xff\xff\x7f.", "states.pt") is None  # a memo of 2 G
+    with _limited_memory():
+        assert read_inert_pickle(b"\x80\x02Nr\xff\xff\xff\x7f.", "states.pt") is None  # memo index 2**31 - 1
         read_inert_pickle(b"\x80\x02" + raw + b".", "states.pt")
-        read_inert_pickle(_CLASS + _nested(b"h\x00)\x81", b"") + b"b" * (_MANY - 1) + b".", "states.pt")
+        read_inert_pickle(_CLASS + _repeat(b"h\x00)\x81", b"") + b"b" * (_COUNT - 1) + b".", "states.pt")
 
 
 def _text(text: str) -> bytes:
@@ -277,30 +277,30 @@ def _text(text: str) -> bytes:
 
 
 def _with_versions(versions: bytes) -> bytes:
-    """A state dict with one tensor and the given ``_metadata``."""
+    """Build a state dict with one tensor and the given ``_metadata``."""
     tensor = b"ctorch._utils\n_rebuild_tensor\n(" + STORAGE + b"K\x00K\x05\x85K\x01\x85tR"
     return b"\x80\x02}" + _text("w") + tensor + b"s}" + _text("_metadata") + versions + b"sb."
 
 
-def test_versions_of_modules_may_be_anything(saved: Path) -> None:
+def test_module_versions_may_be_anything_small(bin_file: Path) -> None:
     names = b"".join(_text(f"{number}") + b"h\x00" for number in range(3000))
     wide = b"}(" + b"".join(_text(f"{number}") + b"K\x01" for number in range(3000)) + b"uq\x000"
-    long = b"}" + _text("version") + _text("v" * _MANY) + b"sq\x000"
-    refused(with_pickle(saved, _with_versions(wide + b"}(" + names + b"u")), "members in all")
+    long = b"}" + _text("version") + _text("v" * _COUNT) + b"sq\x000"
+    error_of(with_pickle(bin_file, _with_versions(wide + b"}(" + names + b"u")), "members in all")
     for versions in (b"K\x01", b"N", long + b"}(" + names + b"u"):
-        catalog = open_catalog(with_pickle(saved, _with_versions(versions)))
-        assert len(str(catalog.versions)) < _MANY
+        catalog = open_catalog(with_pickle(bin_file, _with_versions(versions)))
+        assert len(str(catalog.versions)) < _COUNT
 
 
-def test_a_deeply_nested_key_is_no_raw_error(saved: Path) -> None:
+def test_deeply_nested_key_is_ignored(bin_file: Path) -> None:
     key = b"ccollections\nCounter\n" + b")" + b"\x85" * 5000 + b"\x85R"
     tensor = view_of("K\x05\x85", "K\x01\x85", "K\x00").removesuffix(b".")
-    assert list(open_catalog(with_pickle(saved, tensor + key + b"Ns.")).tensors) == ["w"]
+    assert list(open_catalog(with_pickle(bin_file, tensor + key + b"Ns.")).tensors) == ["w"]
 
 
 @contextlib.contextmanager
-def _little_memory() -> Iterator[None]:
-    """Limit the process to a quarter of a gigabyte more than it has."""
+def _limited_memory() -> Iterator[None]:
+    """Limit the address space to 256 MiB more than now."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (1 << 28), hard))

@@ -1,4 +1,4 @@
-"""From a path or a hub id to a catalog: what is found, and what is refused."""
+"""Open a path or hub id as a catalog, or refuse it."""
 
 import json
 import subprocess
@@ -66,7 +66,7 @@ def test_a_directory_with_an_index(stem: str, tmp_path: Path) -> None:
     assert catalog.nbytes == 80
 
 
-def test_standard_names_come_first(tmp_path: Path) -> None:
+def test_standard_names_take_precedence(tmp_path: Path) -> None:
     save(tmp_path / "consolidated.safetensors", "z")
     save_index(tmp_path)
     assert "z" not in open_catalog(tmp_path).tensors
@@ -82,7 +82,7 @@ def test_a_relative_path_and_the_home_directory(tmp_path: Path, monkeypatch: pyt
         assert open_catalog(source).root == str(tmp_path / "here")
 
 
-def test_nothing_there(tmp_path: Path) -> None:
+def test_missing_sources_are_errors(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFoundError, match="no such file or directory"):
         open_catalog(tmp_path / "absent")
     with pytest.raises(CheckpointNotFoundError) as caught:
@@ -101,7 +101,7 @@ def test_a_missing_shard_is_named_with_its_index(tmp_path: Path) -> None:
     assert isinstance(caught.value, FileNotFoundError)
 
 
-def test_two_candidates_are_not_guessed(tmp_path: Path) -> None:
+def test_two_candidates_are_an_error(tmp_path: Path) -> None:
     save(tmp_path / "one.safetensors", "a")
     save(tmp_path / "two.safetensors", "b")
     with pytest.raises(CheckpointError, match=r"one\.safetensors.*two\.safetensors"):
@@ -121,7 +121,7 @@ def test_two_candidates_are_not_guessed(tmp_path: Path) -> None:
         "..",
     ],
 )
-def test_index_entries_stay_inside(name: str, tmp_path: Path) -> None:
+def test_index_entries_outside_the_directory_are_refused(name: str, tmp_path: Path) -> None:
     folder = tmp_path / "inside"
     save(tmp_path / "outside.safetensors", "evil")
     save_index(folder, evil=name)
@@ -129,19 +129,19 @@ def test_index_entries_stay_inside(name: str, tmp_path: Path) -> None:
         open_catalog(folder)
 
 
-def test_a_listed_tensor_that_no_shard_has(tmp_path: Path) -> None:
+def test_listed_tensor_without_a_shard_is_an_error(tmp_path: Path) -> None:
     save_index(tmp_path, ghost="model-00001-of-00003.safetensors")
     with pytest.raises(CheckpointError, match=r"places tensor 'ghost' in .*00001.*no shard has it"):
         open_catalog(tmp_path)
 
 
-def test_a_listed_tensor_in_another_shard(tmp_path: Path) -> None:
+def test_listed_tensor_in_another_shard_is_an_error(tmp_path: Path) -> None:
     save_index(tmp_path, a="model-00003-of-00003.safetensors")
     with pytest.raises(CheckpointError, match=r"places tensor 'a' in .*00003.*00001.* has it"):
         open_catalog(tmp_path)
 
 
-def test_a_tensor_in_two_shards(tmp_path: Path) -> None:
+def test_tensor_in_two_shards_is_an_error(tmp_path: Path) -> None:
     save_index(tmp_path)
     save(tmp_path / "model-00003-of-00003.safetensors", "e", "b")
     with pytest.raises(CheckpointError, match=r"00003.*tensor 'b' is also in .*00001"):
@@ -150,17 +150,17 @@ def test_a_tensor_in_two_shards(tmp_path: Path) -> None:
 
 @pytest.fixture
 def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A local hub cache with one sharded model, made of links to blobs as the hub's client makes it."""
+    """A local hub cache with one sharded model, linked to blobs like the client's."""
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     storage = tmp_path / "cache" / "models--someone--tiny"
     commit = "0123456789abcdef0123456789abcdef01234567"
     snapshot = storage / "snapshots" / commit
-    save_index(tmp_path / "made")
+    save_index(tmp_path / "original")
     snapshot.mkdir(parents=True)
     (storage / "blobs").mkdir()
-    for number, path in enumerate(sorted((tmp_path / "made").iterdir())):
+    for number, path in enumerate(sorted((tmp_path / "original").iterdir())):
         path.rename(storage / "blobs" / f"{number:064x}")
         (snapshot / path.name).symlink_to(f"../../blobs/{number:064x}")
     (storage / "refs").mkdir()
@@ -178,18 +178,18 @@ def test_a_hub_id_in_the_local_cache(hub_cache: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["someone/absent", "someone/tiny@v9", "nothing"])
-def test_a_hub_id_that_is_not_cached(name: str, hub_cache: Path) -> None:
+def test_uncached_hub_id_is_an_error(name: str, hub_cache: Path) -> None:
     with pytest.raises(CheckpointNotFoundError, match="hf download"):
         open_catalog(name)
 
 
-def test_the_configuration(tmp_path: Path) -> None:
+def test_config_is_read(tmp_path: Path) -> None:
     assert config_path(tmp_path) is None
     assert read_config(tmp_path) is None
     (tmp_path / "config.json").write_text('{"a": 1.5, "time_step_limit": [0.0, Infinity]}')
     assert config_path(tmp_path) == tmp_path / "config.json"
     assert read_config(tmp_path) == {"a": 1.5, "time_step_limit": [0.0, float("inf")]}
-    # As transformers and diffusers read what somebody has edited.
+    # The last of repeated keys counts, as in transformers and diffusers.
     (tmp_path / "config.json").write_text('{"a": 1, "b": {"c": 2, "c": 3}, "a": 4}')
     assert read_config(tmp_path) == {"a": 4, "b": {"c": 3}}
     (tmp_path / "config.json").write_text("[]")

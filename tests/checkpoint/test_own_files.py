@@ -1,4 +1,4 @@
-"""A save owns the files that it names: what others have in its directory, or put there, stays as it is."""
+"""A save replaces only files that its manifest lists."""
 
 import contextlib
 import errno
@@ -15,16 +15,16 @@ import torch
 
 import zerostart
 from tests.checkpoint.shared_directory import (
-    ALONE,
     KINDS,
+    ONE_RANK,
     SHARDS,
     SINGLE,
-    configure,
     save_adapters,
     save_model,
     save_state,
     value_of,
     write,
+    write_config,
 )
 from tests.ranks import run_ranks
 from tests.syscalls import Calls
@@ -36,26 +36,26 @@ from zerostart.state.saving.writing import open_publication
 
 
 @contextlib.contextmanager
-def meanwhile(work: Callable[[int], None]) -> Iterator[list[int]]:
-    """Inside, a thread does ``work`` again and again, with the number of the turn; gives how many it did."""
-    ended, turns = threading.Event(), [0]
+def repeat_in_thread(work: Callable[[int], None]) -> Iterator[list[int]]:
+    """Repeat ``work(turn)`` in a thread within the context; yield the number of turns."""
+    stop, turns = threading.Event(), [0]
 
-    def go_on() -> None:
-        while not ended.is_set():
+    def repeat() -> None:
+        while not stop.is_set():
             work(turns[0] + 1)
             turns[0] += 1
 
-    thread = threading.Thread(target=go_on)
+    thread = threading.Thread(target=repeat)
     thread.start()
     try:
         yield turns
     finally:
-        ended.set()
+        stop.set()
         thread.join()
 
 
-def test_files_that_others_write_meanwhile(tmp_path: Path) -> None:
-    """Replaced, appended to, made, and gone again: while saves of every kind run, nothing of it is lost."""
+def test_concurrent_writes_of_others_survive(tmp_path: Path) -> None:
+    """Another writer's files survive saves of every kind."""
     path = tmp_path / "out"
     path.mkdir()
     (path / "log").write_text("")
@@ -68,7 +68,7 @@ def test_files_that_others_write_meanwhile(tmp_path: Path) -> None:
         (path / f"temporary-{turn}").write_text("")
         (path / f"temporary-{turn}").unlink()
 
-    with meanwhile(work) as turns:
+    with repeat_in_thread(work) as turns:
         for number in range(1, 9):
             for kind, save in KINDS.items():
                 save(path, number, SHARDS if number % 2 else SINGLE)
@@ -79,8 +79,8 @@ def test_files_that_others_write_meanwhile(tmp_path: Path) -> None:
     zerostart.verify(path)
 
 
-def test_files_of_others_are_the_same_files(tmp_path: Path) -> None:
-    """Inodes, modes, setgid bits and times of files and directories; also of weights that are not ours."""
+def test_foreign_files_keep_their_identity(tmp_path: Path) -> None:
+    """Inodes, modes, setgid bits and times of other files and directories stay."""
     path = tmp_path / "out"
     save_model(path, 1.0)
     for name in (
@@ -94,61 +94,61 @@ def test_files_of_others_are_the_same_files(tmp_path: Path) -> None:
         (path / name).write_text(name)
         (path / name).chmod(0o640)
     (path / "link").symlink_to("runs")
-    for number in (10, 12, 6, 8, 14):  # the Trainer's rotation may go by these times
+    for number in (10, 12, 6, 8, 14):  # the Trainer's rotation may sort by time
         (path / f"checkpoint-{number}").mkdir(mode=0o2770)
         os.utime(path / f"checkpoint-{number}", (number, number))
     (path / "runs").chmod(0o2750)
     path.chmod(0o2775)
 
-    def seen() -> dict[str, tuple[int, ...]]:
+    def snapshot() -> dict[str, tuple[int, ...]]:
         own = {"config.json", "tokenizer.json", "zerostart.json"}
-        found = {}
+        files = {}
         for entry in path.rglob("*"):
             if entry.name not in own and not (entry.name.startswith("model") and entry.stat().st_size > 100):
-                about = entry.lstat()
-                found[str(entry.relative_to(path))] = (about.st_ino, about.st_mode, about.st_mtime_ns)
-        return found
+                status = entry.lstat()
+                files[str(entry.relative_to(path))] = (status.st_ino, status.st_mode, status.st_mtime_ns)
+        return files
 
-    before = seen()
+    before = snapshot()
     assert len(before) == 12
-    with (path / "runs" / "events").open("a") as still_open:
+    with (path / "runs" / "events").open("a") as events:
         for value, size in ((2.0, SINGLE), (3.0, SHARDS), (4.0, SHARDS)):
             save_model(path, value, size)
             assert value_of(path, "model") == value
-            assert {name: seen().get(name) for name in before} == before
-        still_open.write("+")
+            assert {name: snapshot().get(name) for name in before} == before
+        events.write("+")
     assert (path / "runs" / "events").read_text() == "runs/events+"
     assert stat.S_IMODE(path.stat().st_mode) == 0o2775
     assert (path / "model-00007-of-00009.safetensors").exists()
 
 
-def test_contents_of_one_directory_do_not_know_each_other(tmp_path: Path) -> None:
-    """Adapters over a model, a second adapter, a model over a state, and the state again: all stay."""
+def test_kinds_share_one_directory(tmp_path: Path) -> None:
+    """Models, adapters and states in one directory do not replace each other."""
     path = tmp_path / "out"
-    with open_publication(path, ALONE) as publication:
+    with open_publication(path, ONE_RANK) as publication:
         write(publication, ".", 1.0, SHARDS, "model")
-        configure(publication, "config.json", 1.0)
+        write_config(publication, "config.json", 1.0)
     for folder in ("first", "second"):
-        with open_publication(path, ALONE) as publication:
+        with open_publication(path, ONE_RANK) as publication:
             write(publication, folder, 2.0, SINGLE, "adapter_model")
     save_adapters(path, 3.0)
     save_state(path, 4.0)
-    with open_publication(path, ALONE) as publication:
+    with open_publication(path, ONE_RANK) as publication:
         write(publication, ".", 5.0, SINGLE, "diffusion_pytorch_model")
     assert [value_of(path, kind) for kind in ("model", "adapters", "state")] == [1.0, 3.0, 4.0]
     assert (path / "first" / "adapter_model.safetensors").exists()
     assert zerostart.verify(path).tensors == 3 * 7
     save_model(path, 6.0)
     assert [value_of(path, kind) for kind in ("model", "adapters", "state")] == [6.0, 3.0, 4.0]
-    # What counts for a load is what was saved last.
+    # A load uses the last save.
     assert "state" not in str(open_catalog(path).files)
     assert open_catalog(path).root == str(path)
     save_state(path, 7.0)
     assert open_catalog(path).root == str(path / "model")
 
 
-def test_a_tokenizer_of_somebodys_own(tmp_path: Path) -> None:
-    """Files beside weights are written where they are not there, or were ours and are as they were."""
+def test_edited_tokenizer_is_kept(tmp_path: Path) -> None:
+    """Files next to the weights are replaced only if they are unchanged saved ones."""
     path = tmp_path / "out"
     path.mkdir()
     (path / "tokenizer.json").write_text("the script's own")
@@ -169,8 +169,8 @@ HOSTILE = ["../above.txt", "{0}/above.txt", "a/../../above.txt", "mine.safetenso
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_made_up_documents_lead_nowhere(kind: str, tmp_path: Path) -> None:
-    """Neither documents nor an index make a save remove or write what is not its own, inside or outside."""
+def test_forged_manifests_are_harmless(kind: str, tmp_path: Path) -> None:
+    """A forged manifest or index makes no save remove or write other files."""
     path = tmp_path / "out"
     path.mkdir()
     (path / "link").symlink_to(tmp_path)
@@ -194,8 +194,8 @@ def test_made_up_documents_lead_nowhere(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [".zerostart", "model", "second", "model.safetensors", "state.json"])
-def test_links_lead_nowhere(name: str, tmp_path: Path) -> None:
-    """A link in the place of a file goes, in that of a directory it is an error; no target is touched."""
+def test_links_are_not_followed(name: str, tmp_path: Path) -> None:
+    """A linked file is replaced, a linked directory is an error, and targets stay."""
     path, outside = tmp_path / "out", tmp_path / "outside"
     path.mkdir()
     outside.mkdir()
@@ -232,11 +232,11 @@ def test_links_lead_nowhere(name: str, tmp_path: Path) -> None:
         7,
     ],
 )  # fmt: skip
-def test_a_made_up_plan_does_no_harm(plan: Any, tmp_path: Path) -> None:
+def test_forged_rename_plans_are_harmless(plan: Any, tmp_path: Path) -> None:
     path = tmp_path / "out"
     (path / ".zerostart" / "0123456789ab").mkdir(parents=True)
     (path / "link").symlink_to(tmp_path)
-    (path / ".zerostart" / "0123456789ab" / "above").write_text("of somebody else")
+    (path / ".zerostart" / "0123456789ab" / "above").write_text("another's file")
     for file in (tmp_path / "above", path / "notes"):
         file.write_text("kept")
     (path / ".zerostart" / "0123456789ab.plan").write_text(json.dumps(plan))
@@ -246,7 +246,7 @@ def test_a_made_up_plan_does_no_harm(plan: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("link", ["0123456789ab", "0123456789ab/folder"])
-def test_a_reader_moves_no_files_through_links(link: str, tmp_path: Path) -> None:
+def test_readers_move_no_files_through_links(link: str, tmp_path: Path) -> None:
     path, outside = tmp_path / "out", tmp_path / "outside"
     outside.mkdir()
     (outside / "secret").write_text("kept")
@@ -259,28 +259,28 @@ def test_a_reader_moves_no_files_through_links(link: str, tmp_path: Path) -> Non
     assert (outside / "secret").read_text() == "kept"
 
 
-def test_a_reader_finishes_a_save_that_was_killed_after_its_switch(
+def test_readers_finish_a_save_killed_after_its_switch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It would read new weights with the old configuration; where it may not write, it says so."""
+    """Otherwise readers get new weights with the old config; on read-only media they raise."""
 
     def values() -> tuple[float | None, float]:
         return value_of(path, "model"), json.loads((path / "config.json").read_text())["value"]
 
     calls, path = Calls(), tmp_path / "out"
     save_model(path, 1.0)
-    with calls.watched():
+    with calls.watch():
         save_model(path, 1.0)
-    # Twice: every other save finds the usual names free, and makes fewer calls.
+    # Twice, because every other save finds the standard names free and makes fewer calls.
     for at in sorted(2 * [*range(len(calls.names))]):
-        with Calls().watched(chosen=at):
+        with Calls().watch(chosen=at):
             save_model(path, 3.0)
         if values() == (3.0, 1.0):
             break
         save_model(path, 1.0)
     assert values() == (3.0, 1.0)
     with monkeypatch.context() as patched:
-        patched.setattr(Path, "replace", denied)
+        patched.setattr(Path, "replace", refuse_read_only)
         with pytest.raises(CheckpointError, match=r"config\.json belongs to an earlier checkpoint"):
             open_catalog(path)
     open_catalog(path)
@@ -288,49 +288,49 @@ def test_a_reader_finishes_a_save_that_was_killed_after_its_switch(
     assert not (path / ".zerostart").exists()
 
 
-def denied(*_: object, **__: object) -> None:
+def refuse_read_only(*_: object, **__: object) -> None:
     raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
 
-#: What ranks that know nothing of each other save, and where.
+#: (Kind, folder, value) that each of several independent processes saves.
 JOBS = [("model", "out", 1.0), ("state", "out", 4.0), ("model", "out", 2.0), ("adapters", "out", 3.0)]
 
 
 def save_often(folder: Path, count: int) -> None:
-    kind, place, value = JOBS[torch.distributed.get_rank()]
+    kind, subfolder, value = JOBS[torch.distributed.get_rank()]
     for _ in range(count):
-        KINDS[kind](folder / place, value, SHARDS)
-        save_model(folder / "beside", value)
+        KINDS[kind](folder / subfolder, value, SHARDS)
+        save_model(folder / "shared", value)
 
 
 @pytest.mark.parametrize(("size", "count"), [(2, 10), pytest.param(4, 300, marks=pytest.mark.slow)])
 def test_processes_save_at_once(size: int, count: int, tmp_path: Path) -> None:
-    """Of the same kind, of others, and beside: each ends well, and what is there is whole."""
+    """Concurrent saves of all kinds succeed, and the result is whole."""
     run_ranks(save_often, size, tmp_path, count, timeout=400)
     for kind in {kind for kind, _, _ in JOBS[:size]}:
         assert value_of(tmp_path / "out", kind) in [value for k, _, value in JOBS if k == kind]
-    assert value_of(tmp_path / "beside", "model") is not None
-    for place in ("out", "beside"):
-        zerostart.verify(tmp_path / place)
-        assert not (tmp_path / place / ".zerostart").exists()
+    assert value_of(tmp_path / "shared", "model") is not None
+    for name in ("out", "shared"):
+        zerostart.verify(tmp_path / name)
+        assert not (tmp_path / name / ".zerostart").exists()
 
 
-def test_a_prune_that_was_killed_is_finished_by_the_next_one(tmp_path: Path) -> None:
+def test_next_prune_finishes_a_killed_one(tmp_path: Path) -> None:
     points = 0
     while True:
         folder = tmp_path / str(points)
         for number in range(2):
             save_state(folder / f"step-{number}", number)
         calls = Calls()
-        with calls.watched(chosen=points):
+        with calls.watch(chosen=points):
             prune(folder, 1)
         if len(calls.names) <= points:
             break
-        there = folder / "step-0" / "state.json" in list(folder.glob("*/state.json"))
-        assert not there or zerostart.verify(folder / "step-0").tensors == 6
+        is_listed = folder / "step-0" / "state.json" in list(folder.glob("*/state.json"))
+        assert not is_listed or zerostart.verify(folder / "step-0").tensors == 6
         prune(folder, 1)
-        # A kill before the last step leaves an empty directory.
-        found = sorted(path.name for path in folder.iterdir() if any(path.iterdir()))
-        assert found == ["step-1"], calls.names[points]
+        # A kill before the last call leaves an empty directory.
+        folders = sorted(path.name for path in folder.iterdir() if any(path.iterdir()))
+        assert folders == ["step-1"], calls.names[points]
         points += 1
     assert points > 10

@@ -1,4 +1,4 @@
-"""Paths as users write them, in every verb and every key that takes one."""
+"""Paths as users write them, in every verb that takes one."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -23,12 +23,12 @@ VERBS: dict[str, Callable[[str], Any]] = {
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_a_home_directory_of_nobody_is_named(verb: str) -> None:
+def test_unknown_home_directory_is_an_error(verb: str) -> None:
     with pytest.raises(ConfigError, match="~no-such-user/model: no user of that name has a home directory"):
         VERBS[verb]("~no-such-user/model")
 
 
-def test_home_directories_are_found_and_a_nul_is_no_path(
+def test_home_directories_are_expanded_and_nul_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))

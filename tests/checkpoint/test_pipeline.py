@@ -1,4 +1,4 @@
-"""A pipeline directory as source: which model is meant, and what is said where that is not clear."""
+"""Load one component of a pipeline directory, or refuse an unclear choice."""
 
 import json
 from pathlib import Path
@@ -23,9 +23,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_components_are_the_folders_with_a_model(folder: Path) -> None:
-    found = components(folder)
-    assert found is not None
-    assert [(c.name, c.kind) for c in found] == [
+    models = components(folder)
+    assert models is not None
+    assert [(c.name, c.kind) for c in models] == [
         ("transformer", "WanTransformer3DModel"),
         ("transformer_2", "WanTransformer3DModel"),
         ("vae", "AutoencoderKLLTX2Audio"),
@@ -33,19 +33,19 @@ def test_components_are_the_folders_with_a_model(folder: Path) -> None:
     assert components(folder / "vae") is None
 
 
-def test_the_component_of_the_class(folder: Path) -> None:
+def test_component_is_chosen_by_class(folder: Path) -> None:
     plan = zerostart.plan(folder, world_size=2, model=diffusers.AutoencoderKLLTX2Audio)
     assert plan.parameters == zerostart.plan(folder / "vae", world_size=2).parameters
     assert (plan.missing, plan.unexpected) == ((), ())
     assert open_catalog(folder, ["AutoencoderKLLTX2Audio"]).component == "vae"
 
 
-def test_an_only_model_needs_no_class(folder: Path, tmp_path: Path) -> None:
-    only = tmp_path / "only"
-    only.mkdir()
-    (only / "vae").symlink_to(folder / "vae")
-    (only / "model_index.json").write_text(json.dumps({"_class_name": "P", "vae": ["diffusers", "AnyName"]}))
-    assert zerostart.plan(only, world_size=2).missing == ()
+def test_single_component_needs_no_class(folder: Path, tmp_path: Path) -> None:
+    root = tmp_path / "only"
+    root.mkdir()
+    (root / "vae").symlink_to(folder / "vae")
+    (root / "model_index.json").write_text(json.dumps({"_class_name": "P", "vae": ["diffusers", "AnyName"]}))
+    assert zerostart.plan(root, world_size=2).missing == ()
 
 
 @pytest.mark.parametrize(
@@ -60,14 +60,14 @@ def test_an_only_model_needs_no_class(folder: Path, tmp_path: Path) -> None:
     ],
 )
 def test_an_unclear_choice_names_the_components(folder: Path, model: type | None, words: list[str]) -> None:
-    with pytest.raises(CheckpointError) as raised:
+    with pytest.raises(CheckpointError) as caught:
         zerostart.load(folder, model=model, engine="fsdp2", progress=False)
     for word in (*words, str(folder / "transformer")):
-        assert word in str(raised.value)
+        assert word in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["../outside", "/etc", "a/b", "..", ""])
-def test_an_index_leads_nowhere_outside(name: str, tmp_path: Path) -> None:
+def test_index_entries_outside_the_directory_are_refused(name: str, tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "config.json").write_text("{}")

@@ -1,4 +1,4 @@
-"""Every way in which a safetensors header can be wrong has to end in a CheckpointError that says so."""
+"""Every malformed safetensors header raises a CheckpointError that names the mistake."""
 
 import json
 import resource
@@ -14,8 +14,8 @@ from zerostart.checkpoint.formats.safetensors import parse_header, read_header
 from zerostart.errors import CheckpointError
 
 
-def entry(dtype: Any = "F32", shape: Any = (1,), offsets: Any = (0, 4), **more: Any) -> dict[str, Any]:
-    return {"dtype": dtype, "shape": shape, "data_offsets": offsets, **more}
+def entry(dtype: Any = "F32", shape: Any = (1,), offsets: Any = (0, 4), **fields: Any) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": offsets, **fields}
 
 
 def blob(header: object, data: int = 0, raw: bytes | None = None) -> bytes:
@@ -23,7 +23,7 @@ def blob(header: object, data: int = 0, raw: bytes | None = None) -> bytes:
     return len(text).to_bytes(8, "little") + text + b"x" * data
 
 
-def refused(tmp_path: Path, content: bytes) -> str:
+def error_of(tmp_path: Path, content: bytes) -> str:
     path = tmp_path / "bad.safetensors"
     path.write_bytes(content)
     with pytest.raises(CheckpointError) as caught:
@@ -32,7 +32,7 @@ def refused(tmp_path: Path, content: bytes) -> str:
     return str(caught.value)
 
 
-# Headers that the safetensors library refuses too: (header, bytes of data, what the message says).
+# Headers that safetensors refuses, too: (header, bytes of data, part of the message).
 MALFORMED: dict[str, tuple[object, int, str]] = {
     "a list": ([], 0, "not an object"),
     "null": (None, 0, "not an object"),
@@ -74,7 +74,7 @@ MALFORMED: dict[str, tuple[object, int, str]] = {
     "metadata of numbers": ({"__metadata__": {"a": 1}}, 0, "__metadata__"),
 }
 
-# Text that is not a header, refused by the library too.
+# Text that is no header, which safetensors refuses, too.
 MALFORMED_TEXT: dict[str, tuple[bytes, int, str]] = {
     "nothing": (b"", 0, "nothing but zeros"),
     "not JSON": (b"hello", 0, "not valid JSON"),
@@ -105,13 +105,13 @@ MALFORMED_TEXT: dict[str, tuple[bytes, int, str]] = {
     "deep and complete": (b'{"t":' + b"[" * 100_000 + b"]" * 100_000 + b"}", 0, "nested too deeply"),
 }
 
-_GOOD = '{"dtype":"F32","shape":[1],"data_offsets":[0,4]}'
-# What the library lets pass although a reader cannot be sure what is meant.
+_VALID_ENTRY = '{"dtype":"F32","shape":[1],"data_offsets":[0,4]}'
+# Ambiguous headers that safetensors accepts.
 AMBIGUOUS: dict[str, tuple[str, int, str]] = {
-    "the same tensor twice": (f'{{"t":{_GOOD},"t":{_GOOD}}}', 4, "'t' occurs twice"),
-    "the same after escaping": (f'{{"t":{_GOOD},"\\u0074":{_GOOD}}}', 4, "'t' occurs twice"),
+    "the same tensor twice": (f'{{"t":{_VALID_ENTRY},"t":{_VALID_ENTRY}}}', 4, "'t' occurs twice"),
+    "the same after escaping": (f'{{"t":{_VALID_ENTRY},"\\u0074":{_VALID_ENTRY}}}', 4, "'t' occurs twice"),
     "metadata twice in itself": ('{"__metadata__":{"a":"b","a":"c"}}', 0, "'a' occurs twice"),
-    "a field nobody knows": (f'{{"t":{_GOOD[:-1]},"strides":[1]}}}}', 4, "exactly the fields"),
+    "a field nobody knows": (f'{{"t":{_VALID_ENTRY[:-1]},"strides":[1]}}}}', 4, "exactly the fields"),
     "a list instead of fields": ('{"t":["F32",[1],[0,4]]}', 4, "exactly the fields"),
     "metadata null": ('{"__metadata__":null}', 0, "__metadata__"),
 }
@@ -121,7 +121,7 @@ AMBIGUOUS: dict[str, tuple[str, int, str]] = {
 def test_malformed_fields_are_refused(case: str, tmp_path: Path) -> None:
     header, data, message = MALFORMED[case]
     content = blob(header, data)
-    assert message in refused(tmp_path, content)
+    assert message in error_of(tmp_path, content)
     with pytest.raises(safetensors.SafetensorError):
         safetensors.deserialize(content)
 
@@ -130,7 +130,7 @@ def test_malformed_fields_are_refused(case: str, tmp_path: Path) -> None:
 def test_malformed_text_is_refused(case: str, tmp_path: Path) -> None:
     text, data, message = MALFORMED_TEXT[case]
     content = blob(None, data, text)
-    assert message in refused(tmp_path, content)
+    assert message in error_of(tmp_path, content)
     with pytest.raises(safetensors.SafetensorError):
         safetensors.deserialize(content)
 
@@ -138,63 +138,63 @@ def test_malformed_text_is_refused(case: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("case", AMBIGUOUS)
 def test_ambiguous_headers_are_refused(case: str, tmp_path: Path) -> None:
     text, data, message = AMBIGUOUS[case]
-    assert message in refused(tmp_path, blob(None, data, text.encode()))
+    assert message in error_of(tmp_path, blob(None, data, text.encode()))
 
 
 @pytest.mark.parametrize("size", range(8))
-def test_a_file_shorter_than_its_length_field(size: int, tmp_path: Path) -> None:
-    assert "truncated" in refused(tmp_path, b"\x10" + b"\0" * 6 if size == 7 else b"\0" * size)
+def test_file_shorter_than_its_length_field_is_refused(size: int, tmp_path: Path) -> None:
+    assert "truncated" in error_of(tmp_path, b"\x10" + b"\0" * 6 if size == 7 else b"\0" * size)
 
 
 @pytest.mark.parametrize("length", [2**60, 2**64 - 1, 2**63, 100_000_001])
 def test_an_enormous_header_is_refused_without_allocating(length: int, tmp_path: Path) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     started = time.process_time()
-    assert str(length) in refused(tmp_path, length.to_bytes(8, "little") + b"{}" * 50)
+    assert str(length) in error_of(tmp_path, length.to_bytes(8, "little") + b"{}" * 50)
     assert time.process_time() - started < 1
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 10_000  # KiB
 
 
 def test_a_truncated_file_names_sizes_tensor_and_remedy(tmp_path: Path) -> None:
-    whole = blob({"a": entry(), "b": entry(offsets=[4, 8])}, 8)
-    message = refused(tmp_path, whole[:-1])
-    assert f"describes {len(whole)} bytes, but the file has {len(whole) - 1}" in message
+    complete = blob({"a": entry(), "b": entry(offsets=[4, 8])}, 8)
+    message = error_of(tmp_path, complete[:-1])
+    assert f"describes {len(complete)} bytes, but the file has {len(complete) - 1}" in message
     assert "tensor 'b' is cut off" in message
     assert "download it again" in message
 
 
-def test_a_strangers_names_cannot_garble_the_message(tmp_path: Path) -> None:
-    message = refused(tmp_path, blob({"\x1b[31m\n" + "n" * 1_000_000: entry("F9")}, 4))
+def test_hostile_names_are_escaped_in_the_message(tmp_path: Path) -> None:
+    message = error_of(tmp_path, blob({"\x1b[31m\n" + "n" * 1_000_000: entry("F9")}, 4))
     assert "\x1b" not in message
     assert "\n" not in message
     assert len(message) < 2000
 
 
-def test_many_duplicates_take_no_quadratic_time(tmp_path: Path) -> None:
+def test_duplicates_are_found_in_linear_time(tmp_path: Path) -> None:
     pairs = ",".join(f'"{i}":"v"' for i in range(200_000))
     started = time.process_time()
-    assert "'7' occurs twice" in refused(tmp_path, blob(None, 0, f'{{{pairs},"7":"v"}}'.encode()))
+    assert "'7' occurs twice" in error_of(tmp_path, blob(None, 0, f'{{{pairs},"7":"v"}}'.encode()))
     assert time.process_time() - started < 5
 
 
 @pytest.mark.parametrize("dtype", DTYPE_BITS)
-def test_every_dtype_of_the_library_is_known(dtype: str) -> None:
+def test_each_dtype_is_read_like_safetensors(dtype: str) -> None:
     content = blob({"t": entry(dtype, [2, 4], [0, DTYPE_BITS[dtype]])}, DTYPE_BITS[dtype])
-    (name, described), *_ = safetensors.deserialize(content)
+    (name, info), *_ = safetensors.deserialize(content)
     raw = content[8 : 8 + int.from_bytes(content[:8], "little")]
     (parsed,), _ = parse_header(raw, len(content), "file")
-    assert (parsed.name, parsed.dtype, list(parsed.shape)) == (name, described["dtype"], described["shape"])
-    assert parsed.nbytes == len(described["data"])
+    assert (parsed.name, parsed.dtype, list(parsed.shape)) == (name, info["dtype"], info["shape"])
+    assert parsed.nbytes == len(info["data"])
 
 
-def test_no_dtype_of_the_library_is_missing() -> None:
+def test_all_dtypes_of_safetensors_are_known() -> None:
     with pytest.raises(safetensors.SafetensorError) as caught:
         safetensors.deserialize(blob({"t": entry("NONE")}, 4))
     listed = str(caught.value).split("expected one of")[1].split(" at line")[0]
     assert {name.strip(" `") for name in listed.split(",")} == set(DTYPE_BITS)
 
 
-def test_legal_oddities_pass(tmp_path: Path) -> None:
+def test_unusual_valid_headers_are_read(tmp_path: Path) -> None:
     path = tmp_path / "odd.safetensors"
     header = {
         "": entry(),

@@ -1,4 +1,4 @@
-"""Files written by the safetensors library, read by us, and the other way round."""
+"""Read files of the safetensors library, and write files that it reads."""
 
 from pathlib import Path
 
@@ -36,13 +36,13 @@ NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=12).filter(
 SPECS = st.dictionaries(
     NAMES, st.tuples(st.sampled_from(list(DTYPES)), st.lists(st.integers(0, 4), max_size=4)), max_size=6
 )
-# Not an empty one: version 0.8.0 of the library writes broken JSON for no tensors with empty metadata.
+# Never empty: safetensors 0.8.0 writes broken JSON for empty metadata without tensors.
 METADATA = st.one_of(st.none(), st.dictionaries(NAMES, NAMES, min_size=1, max_size=3))
 SETTINGS = settings(max_examples=count_examples(80))
 
 
-def content(specs: dict[str, tuple[torch.dtype, list[int]]]) -> dict[str, torch.Tensor]:
-    """Tensors of random bytes (of 0 and 1 where only those are legal)."""
+def random_tensors(specs: dict[str, tuple[torch.dtype, list[int]]]) -> dict[str, torch.Tensor]:
+    """Make tensors of random bytes (0 and 1 for bool)."""
     tensors = {}
     for name, (dtype, shape) in specs.items():
         count = torch.Size(shape).numel() * dtype.itemsize
@@ -57,16 +57,16 @@ def raw(tensor: torch.Tensor) -> bytes:
 
 @SETTINGS
 @given(specs=SPECS, metadata=METADATA)
-def test_what_the_library_writes_we_read(
+def test_files_of_safetensors_are_read(
     specs: dict[str, tuple[torch.dtype, list[int]]], metadata: dict[str, str] | None, tmp_path: Path
 ) -> None:
     path = tmp_path / "library.safetensors"
-    tensors = content(specs)
+    tensors = random_tensors(specs)
     save_file(tensors, path, metadata=metadata)
-    entries, found, size = read_header(path)
+    entries, read_metadata, size = read_header(path)
     data = path.read_bytes()
     assert size == len(data)
-    assert found == (metadata or {})
+    assert read_metadata == (metadata or {})
     assert {e.name: (e.dtype, list(e.shape)) for e in entries} == {
         name: (DTYPES[dtype], shape) for name, (dtype, shape) in specs.items()
     }
@@ -76,15 +76,15 @@ def test_what_the_library_writes_we_read(
 
 @SETTINGS
 @given(specs=SPECS, metadata=METADATA)
-def test_what_we_write_is_byte_for_byte_the_librarys(
+def test_written_bytes_equal_those_of_safetensors(
     specs: dict[str, tuple[torch.dtype, list[int]]], metadata: dict[str, str] | None, tmp_path: Path
 ) -> None:
     metadata = (
         {key: metadata[key] for key in sorted(metadata)[:1]} if metadata else None
-    )  # a hash map's order
-    tensors = content(specs)
-    described = [(name, DTYPES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()]
-    layout = plan_shards(described, "1TB", metadata=metadata or {})
+    )  # safetensors writes metadata in hash order
+    tensors = random_tensors(specs)
+    entries = [(name, DTYPES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()]
+    layout = plan_shards(entries, "1TB", metadata=metadata or {})
     with CheckpointWriter(tmp_path / "ours", layout, durable=False) as writer:
         for name in reversed(tensors):
             writer.write(name, raw(tensors[name]))
@@ -95,13 +95,13 @@ def test_what_we_write_is_byte_for_byte_the_librarys(
 
 @SETTINGS
 @given(specs=SPECS.filter(bool), limit=st.integers(1, 200))
-def test_shards_hold_what_was_given(
+def test_shards_hold_the_given_tensors(
     specs: dict[str, tuple[torch.dtype, list[int]]], limit: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("shards")
-    tensors = content(specs)
-    described = [(name, DTYPES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()]
-    layout = plan_shards(described, limit)
+    tensors = random_tensors(specs)
+    entries = [(name, DTYPES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()]
+    layout = plan_shards(entries, limit)
     with CheckpointWriter(folder, layout, durable=False) as writer:
         for name, tensor in tensors.items():
             data = raw(tensor)

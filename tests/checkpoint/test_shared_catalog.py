@@ -1,4 +1,4 @@
-"""The catalog is made by one rank for all: who opens which files, and what becomes of an error."""
+"""One rank reads the headers for all ranks; its error is raised on all."""
 
 import json
 import sys
@@ -20,34 +20,34 @@ FILES = 24
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file for each layer."""
+def layer_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with one file per layer."""
     path = tmp_path_factory.mktemp("layers")
-    listed = {}
+    weight_map = {}
     for number in range(FILES):
         name, key = f"model-{number + 1:05d}-of-{FILES:05d}.safetensors", f"layers.{number}.weight"
         save_file({key: torch.full((64, 64), float(number))}, path / name)
-        listed[key] = name
-    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": listed}))
+        weight_map[key] = name
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     return path
 
 
 @pytest.mark.slow
-def test_headers_are_read_by_one_rank(folder: Path) -> None:
-    seen = run_ranks(open_only, 3, folder)
-    assert [len(opened) for opened, _ in seen] == [FILES, 0, 0]
-    assert len({names for _, names in seen}) == 1
-    assert len(seen[0][1]) == FILES
+def test_headers_are_read_by_one_rank(layer_files: Path) -> None:
+    results = run_ranks(open_and_list, 3, layer_files)
+    assert [len(files) for files, _ in results] == [FILES, 0, 0]
+    assert len({names for _, names in results}) == 1
+    assert len(results[0][1]) == FILES
 
 
-def open_only(path: Path) -> tuple[set[str], tuple[str, ...]]:
-    opened = listening()
+def open_and_list(path: Path) -> tuple[set[str], tuple[str, ...]]:
+    opened = record_opened_files()
     catalog = open_source(path, current_world())
     return set(opened), tuple(catalog.tensors)
 
 
-def listening() -> list[str]:
-    """Weight files that this process opens from now on."""
+def record_opened_files() -> list[str]:
+    """Return a list that collects the weight files opened from now on."""
     opened: list[str] = []
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
@@ -59,25 +59,25 @@ def listening() -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_rank_opens_only_files_with_bytes_of_its_own(folder: Path) -> None:
-    """One layer's file, and those of which it looks up whether they are in the page cache."""
-    opened = run_ranks(load_one_layer, 2, folder)
+def test_each_rank_opens_only_files_that_it_needs(layer_files: Path) -> None:
+    """A rank opens its layer's file and the files sampled for the page cache."""
+    opened = run_ranks(load_one_layer, 2, layer_files)
     assert opened[0] == FILES
     assert opened[1] <= SAMPLED_FILES + 1
 
 
 def load_one_layer(path: Path) -> int:
-    opened = listening()
+    opened = record_opened_files()
     model = nn.Module()
     model.layers = nn.ModuleList([nn.Linear(64, 64, bias=False, device="meta")])
     zerostart.load(path, model, engine="fsdp2", strict=False, progress=False)
     return len(set(opened))
 
 
-def test_an_error_of_the_one_is_raised_on_all(folder: Path, tmp_path: Path) -> None:
+def test_error_of_the_reading_rank_is_raised_on_all(layer_files: Path, tmp_path: Path) -> None:
     broken = tmp_path / "model.safetensors"
     broken.write_bytes(b"\xff" * 100)
-    outcomes = rank_outcomes(open_only, 3, broken)
+    outcomes = rank_outcomes(open_and_list, 3, broken)
     assert {outcome.error for outcome in outcomes} == {"zerostart.errors.CheckpointError"}
     assert len({outcome.message for outcome in outcomes}) == 1
     assert "model.safetensors" in outcomes[0].message

@@ -1,4 +1,4 @@
-"""What lies in a directory, made up, linked or of somebody's own, when a save begins there."""
+"""Save into a directory with forged, linked or foreign files."""
 
 import errno
 import json
@@ -12,7 +12,7 @@ from tests.checkpoint.shared_directory import (
     KINDS,
     SHARDS,
     SINGLE,
-    plain_reader,
+    read_plainly,
     save_model,
     save_state,
     value_of,
@@ -30,21 +30,21 @@ from zerostart.errors import WriteError
         {"switch": "gone", "over": 5},
     ],
 )
-def test_documents_of_other_types_say_nothing(change: dict[str, Any], tmp_path: Path) -> None:
+def test_malformed_manifests_are_ignored(change: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "out"
     save_model(path, 1.0)
     document = json.loads((path / "zerostart.json").read_text()) | change
     pending = path / ".zerostart" / "0123456789ab" / "zerostart.json"
     pending.parent.mkdir(parents=True)
-    for place in (pending, path / "zerostart.json"):
-        place.write_text(json.dumps(document))
+    for file in (pending, path / "zerostart.json"):
+        file.write_text(json.dumps(document))
     for kind, save in KINDS.items():
         save(path, 2.0, SINGLE)
         assert value_of(path, kind) == 2.0
 
 
-def test_links_by_which_readers_go(tmp_path: Path) -> None:
-    """As in a snapshot of the hub's cache: the link goes, what it leads to stays, readers see what is new."""
+def test_linked_files_are_replaced(tmp_path: Path) -> None:
+    """Links as in the hub's cache are replaced, and their targets stay."""
     for number, (old, new) in enumerate([(SINGLE, SHARDS), (SHARDS, SINGLE), (SHARDS, SHARDS)]):
         blobs, path = tmp_path / f"blobs-{number}", tmp_path / f"out-{number}"
         save_model(blobs, 1.0, old)
@@ -53,12 +53,12 @@ def test_links_by_which_readers_go(tmp_path: Path) -> None:
             (path / file.name).symlink_to(file)
         save_model(path, 2.0, new)
         assert value_of(path, "model") == 2.0
-        assert plain_reader(path, index_first=True) == 2.0
+        assert read_plainly(path, index_first=True) == 2.0
         assert value_of(blobs, "model") == 1.0
 
 
-def test_a_document_of_somebodys_own(tmp_path: Path) -> None:
-    """A script's own state.json is no document of ours: it stays, and hides nothing of what was saved."""
+def test_foreign_state_json_is_kept(tmp_path: Path) -> None:
+    """A script's own state.json is kept and hides no saved model."""
     path = tmp_path / "out"
     path.mkdir()
     (path / "state.json").write_text('{"my": "state"}')
@@ -72,19 +72,19 @@ def test_a_document_of_somebodys_own(tmp_path: Path) -> None:
     assert not (path / ".zerostart").exists()
 
 
-def test_old_weights_that_cannot_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error names the file; the new checkpoint counts, and the next save removes the file."""
+def test_undeletable_old_weights_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The new checkpoint is complete, and the next save removes the named file."""
     path = tmp_path / "out"
     save_model(path, 1.0)
     unlink = Path.unlink
 
-    def refused(self: Path, missing_ok: bool = False) -> None:
+    def refuse_one_file(self: Path, missing_ok: bool = False) -> None:
         if self.name == "model-00001-of-00002.safetensors":
             raise PermissionError(errno.EPERM, "not permitted", str(self))
         unlink(self, missing_ok)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Path, "unlink", refused)
+        patched.setattr(Path, "unlink", refuse_one_file)
         for _ in range(2):
             with pytest.raises(WriteError, match=r"model-00001-of-00002\.safetensors\): not permitted"):
                 save_model(path, 2.0)

@@ -1,4 +1,4 @@
-"""Files of torch.save as catalogs, with torch.load(weights_only=True) as the oracle, and files that lie."""
+"""Read files of torch.save like torch.load(weights_only=True), and refuse others."""
 
 import json
 import shutil
@@ -33,15 +33,15 @@ DTYPES = [
 ]  # fmt: skip
 
 
-def values(catalog: Catalog, name: str, world: int = 1, chunk: int = 1 << 20) -> torch.Tensor:
-    """The tensor, read shard by shard through plans."""
+def read_tensor(catalog: Catalog, name: str, size: int = 1, chunk: int = 1 << 20) -> torch.Tensor:
+    """Read the tensor shard by shard through plans."""
     entry = catalog.tensors[name]
     dtype = torch_dtype(entry.dtype)
     symbolic = SymbolicTensor.of(name, entry.shape, dtype, entry.strides)
     recipe = Recipe(Target(name, entry.shape, dtype), symbolic.pieces)
     shards = []
-    for rank in range(world):
-        layout = flat_partition(entry.shape, rank, world)
+    for rank in range(size):
+        layout = flat_partition(entry.shape, rank, size)
         destination = Destination(name, layout.numel, layout.owned, dtype, direct=True)
         plan = join(catalog, [(recipe, layout, destination)], PlanOptions(chunk_size=chunk))
         storage = torch.empty(layout.numel, dtype=dtype)
@@ -50,35 +50,35 @@ def values(catalog: Catalog, name: str, world: int = 1, chunk: int = 1 << 20) ->
     return torch.cat(shards)[: entry.numel].view(entry.shape)
 
 
-def raw(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...], bytes]:
+def as_bytes(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...], bytes]:
     flat = torch.empty(tensor.numel(), dtype=tensor.dtype)
     flat.view(tensor.shape).copy_(tensor.detach())
     return tensor.dtype, tuple(tensor.shape), flat.view(torch.uint8).numpy().tobytes()
 
 
-def assert_same(path: Path, **how: int) -> Catalog:
-    """What the catalog of ``path`` leads to is what torch loads."""
+def assert_equals_torch_load(path: Path, **options: int) -> Catalog:
+    """Compare the catalog's tensors with those that torch loads."""
     catalog = open_catalog(path)
     loaded = torch.load(path, weights_only=True)
     assert list(catalog.tensors) == list(loaded)
     for name, tensor in loaded.items():
-        assert raw(values(catalog, name, **how)) == raw(tensor), name
+        assert as_bytes(read_tensor(catalog, name, **options)) == as_bytes(tensor), name
     return catalog
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_every_dtype_is_read(dtype: torch.dtype, tmp_path: Path) -> None:
     path = tmp_path / "pytorch_model.bin"
     tensor = torch.arange(60).remainder(7).to(dtype).view(5, 12)
     torch.save({"w": tensor, "scalar": tensor[2, 3], "empty": tensor[:0], "rows": tensor[1:3]}, path)
-    catalog = assert_same(path)
+    catalog = assert_equals_torch_load(path)
     assert open_catalog(tmp_path) == catalog
     assert catalog.tensors["w"].nbytes == 60 * dtype.itemsize
     assert catalog.sizes == (path.stat().st_size,)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_views_are_strides_and_not_copies(world: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_views_are_read_by_strides(size: int, tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
     base = torch.arange(210.0).view(5, 6, 7)
     tensors = {
@@ -93,8 +93,8 @@ def test_views_are_strides_and_not_copies(world: int, tmp_path: Path) -> None:
         "size one": base.as_strided((1, 7), (999, 1), 7),
     }
     torch.save(tensors, path)
-    catalog = assert_same(path, world=world, chunk=64)
-    assert_same(path, world=world)
+    catalog = assert_equals_torch_load(path, size=size, chunk=64)
+    assert_equals_torch_load(path, size=size)
     assert catalog.tensors["plain"].strides is None
     assert catalog.tensors["size one"].strides is None
     assert catalog.tensors["transposed"].strides == (1, 42, 7)
@@ -115,13 +115,13 @@ def test_shards_with_an_index(tmp_path: Path) -> None:
     assert catalog == open_catalog(index)
     for tensors in shards.values():
         for name, tensor in tensors.items():
-            assert torch.equal(values(catalog, name), tensor)
+            assert torch.equal(read_tensor(catalog, name), tensor)
     (tmp_path / "pytorch_model-00002-of-00002.bin").unlink()
     with pytest.raises(CheckpointNotFoundError, match="00002"):
         open_catalog(tmp_path)
 
 
-def test_safetensors_come_first(tmp_path: Path) -> None:
+def test_safetensors_take_precedence(tmp_path: Path) -> None:
     torch.save({"t": torch.ones(1)}, tmp_path / "pytorch_model.bin")
     torch.save({"o": torch.ones(1)}, tmp_path / "training_args.bin")
     assert list(open_catalog(tmp_path).tensors) == ["t"]
@@ -130,7 +130,7 @@ def test_safetensors_come_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", torch_zip.WRAPPERS)
-def test_one_conventional_level_is_unwrapped(key: str, tmp_path: Path) -> None:
+def test_wrapped_state_dict_is_unwrapped(key: str, tmp_path: Path) -> None:
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(3)).sum().backward()
@@ -139,18 +139,18 @@ def test_one_conventional_level_is_unwrapped(key: str, tmp_path: Path) -> None:
     torch.save({key: model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3, "name": "x"}, path)
     catalog = open_catalog(path)
     assert list(catalog.tensors) == ["weight", "bias"]
-    assert torch.equal(values(catalog, "weight"), model.weight)
+    assert torch.equal(read_tensor(catalog, "weight"), model.weight)
     assert catalog.metadata == {"format": "pt", "state_dict": key, "ignored": "optimizer, epoch, name"}
 
 
-def test_two_wrapped_state_dicts_are_not_guessed(tmp_path: Path) -> None:
+def test_two_wrapped_state_dicts_are_an_error(tmp_path: Path) -> None:
     torch.save({"model": {"a": torch.ones(1)}, "module": {"a": torch.ones(1)}}, tmp_path / "x.pt")
     with pytest.raises(CheckpointError, match="model and module"):
         open_catalog(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("value", "what"),
+    ("value", "message"),
     [
         ([torch.ones(1)], "list"),
         (torch.ones(1), "tensor"),
@@ -163,14 +163,14 @@ def test_two_wrapped_state_dicts_are_not_guessed(tmp_path: Path) -> None:
         ({"w": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)}, "_rebuild_qtensor"),
     ],
 )  # fmt: skip
-def test_what_is_no_state_dict_of_plain_tensors(value: Any, what: str, tmp_path: Path) -> None:
+def test_other_values_are_refused(value: Any, message: str, tmp_path: Path) -> None:
     torch.save(value, tmp_path / "x.pt")
-    with pytest.raises(CheckpointError, match=what) as caught:
+    with pytest.raises(CheckpointError, match=message) as caught:
         open_catalog(tmp_path)
     assert "x.pt" in str(caught.value)
 
 
-def test_harmless_values_beside_the_weights(tmp_path: Path) -> None:
+def test_harmless_values_are_ignored(tmp_path: Path) -> None:
     extra = [
         torch.Size((1, 2)),
         torch.float32,
@@ -191,7 +191,7 @@ def test_harmless_values_beside_the_weights(tmp_path: Path) -> None:
 
 @settings(max_examples=count_examples(60))
 @given(data=st.data())
-def test_random_views_equal_what_torch_loads(tmp_path: Path, data: st.DataObject) -> None:
+def test_random_views_equal_those_of_torch_load(tmp_path: Path, data: st.DataObject) -> None:
     base = torch.arange(360, dtype=data.draw(st.sampled_from([torch.float32, torch.int16, torch.bfloat16])))
     tensors = {}
     for i in range(data.draw(st.integers(1, 3))):
@@ -201,14 +201,14 @@ def test_random_views_equal_what_torch_loads(tmp_path: Path, data: st.DataObject
         tensors[f"t{i}"] = base.as_strided(shape, strides, data.draw(st.integers(0, 359 - reach)))
     path = tmp_path / "x.bin"
     torch.save(tensors, path)
-    world = data.draw(st.integers(1, 3))
-    assert_same(path, world=world, chunk=data.draw(st.sampled_from([16, 64, 1 << 20])))
+    size = data.draw(st.integers(1, 3))
+    assert_equals_torch_load(path, size=size, chunk=data.draw(st.sampled_from([16, 64, 1 << 20])))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["deepspeed", "fsdp2"])
-def test_a_model_from_torch_shards(engine: str, checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
-    """As transformers once saved it: two shards and an index, here with some weights stored transposed."""
+def test_model_is_loaded_from_torch_shards(engine: str, checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
+    """Two shards and an index as of old transformers, with some weights stored transposed."""
     source = checkpoints("qwen3_moe", torch.bfloat16)
     shutil.copy(source / "config.json", tmp_path)
     shards: tuple[dict[str, torch.Tensor], ...] = ({}, {})
@@ -219,54 +219,54 @@ def test_a_model_from_torch_shards(engine: str, checkpoints: TinyCheckpoints, tm
         torch.save(shard, tmp_path / name)
     weight_map = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
     (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    for different in run_ranks(load_both, 2, engine, [source, tmp_path]):
-        assert different == []
+    for differences in run_ranks(load_both, 2, engine, [source, tmp_path]):
+        assert differences == []
 
 
 def load_both(engine: str, sources: list[Path]) -> list[str]:
     models = [zerostart.load(path, engine=engine, progress=False) for path in sources]
-    wanted, found = (dict(zerostart.full_tensors(model, rank=None)) for model in models)
-    assert list(wanted) == list(found)
-    return [name for name in wanted if not torch.equal(wanted[name], found[name])]
+    expected, actual = (dict(zerostart.full_tensors(model, rank=None)) for model in models)
+    assert list(expected) == list(actual)
+    return [name for name in expected if not torch.equal(expected[name], actual[name])]
 
 
 @pytest.fixture
-def saved(tmp_path: Path) -> Path:
+def torch_file(tmp_path: Path) -> Path:
     torch.save({"w": torch.arange(12.0).view(3, 4), "v": torch.ones(5)}, tmp_path / "x.bin")
     return tmp_path / "x.bin"
 
 
-def test_zip64(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python's writer, told that 100 bytes are large, makes the structures of an archive beyond 4 GiB."""
-    with zipfile.ZipFile(saved) as archive:
+def test_zip64_archives_are_read(torch_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lowered limits make Python's writer use the zip64 structures."""
+    with zipfile.ZipFile(torch_file) as archive:
         records = {name: archive.read(name) for name in archive.namelist()}
     monkeypatch.setattr(zipfile, "ZIP64_LIMIT", 20)
     monkeypatch.setattr(zipfile, "ZIP_FILECOUNT_LIMIT", 2)
-    with zipfile.ZipFile(saved, "w") as archive:
+    with zipfile.ZipFile(torch_file, "w") as archive:
         for name, content in records.items():
             with archive.open(name, "w", force_zip64=True) as out:
                 out.write(content)
     monkeypatch.undo()
-    content = bytearray(saved.read_bytes())
-    content[-14:-2] = b"\xff" * 12  # at sizes as small as these, Python leaves the numbers in
-    saved.write_bytes(content)
+    content = bytearray(torch_file.read_bytes())
+    content[-14:-2] = b"\xff" * 12  # Python leaves small sizes in place; zip64 readers expect all ones
+    torch_file.write_bytes(content)
     assert b"PK\6\6" in content
-    catalog = assert_same(saved)
-    assert torch.equal(values(catalog, "w"), torch.arange(12.0).view(3, 4))
-    content = bytearray(saved.read_bytes())
+    catalog = assert_equals_torch_load(torch_file)
+    assert torch.equal(read_tensor(catalog, "w"), torch.arange(12.0).view(3, 4))
+    content = bytearray(torch_file.read_bytes())
     content[content.index(b"PK\6\7")] = 0
-    saved.write_bytes(content)
+    torch_file.write_bytes(content)
     with pytest.raises(CheckpointError, match="truncated or damaged"):
-        open_catalog(saved)
+        open_catalog(torch_file)
 
 
 @pytest.mark.parametrize("wrapper", [None, "state_dict"])
-def test_versions_of_modules(tmp_path: Path, wrapper: str | None) -> None:
-    """What torch notes beside a state dict decides how modules read it."""
+def test_module_versions_are_read(tmp_path: Path, wrapper: str | None) -> None:
+    """Module versions that torch saves with a state dict are read."""
     state = torch.nn.Sequential(torch.nn.BatchNorm1d(3)).state_dict()
     torch.save(state if wrapper is None else {wrapper: state, "epoch": 3}, tmp_path / "model.pt")
     catalog = open_catalog(tmp_path / "model.pt")
-    assert catalog.versions == {name: dict(noted) for name, noted in state._metadata.items()}  # type: ignore[attr-defined]
+    assert catalog.versions == {name: dict(entry) for name, entry in state._metadata.items()}  # type: ignore[attr-defined]
     assert "_metadata" not in catalog.metadata
     torch.save(dict(state), tmp_path / "plain.pt")
     assert open_catalog(tmp_path / "plain.pt").versions is None
