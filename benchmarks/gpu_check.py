@@ -572,10 +572,10 @@ def refit(path: Path, folder: Path, transport: str, layers: int = 0) -> Result:
 
 def train_from_yaml(path: Path, folder: Path, size: int, engine: str) -> Result:
     """``zerostart train`` on a text, with states in the background, and the same run on the host."""
-    from tests.documents.folders import character_tokenizer
+    from tests.documents.folders import write_character_tokenizer
 
     shutil.copytree(path, folder / "model")
-    character_tokenizer(folder / "model")
+    write_character_tokenizer(folder / "model")
     (folder / "text.txt").write_text("the cat sat on the mat, and the dog sat on the cat. " * 40)
     train = {"steps": 4, "batch_size": 2, "learning_rate": LEARNING_RATE, "mixed_precision": "no"}
     values = {

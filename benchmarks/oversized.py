@@ -175,7 +175,7 @@ def completed(zero: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
         folder = str(Path(job["path"]).parent)
         buffers = {"nvme_path": folder, "buffer_count": 1, "buffer_size": room, "pin_memory": False}
         zero["offload_param"] = {"device": "nvme", **buffers}
-        if not file_aio.compiled():
+        if not file_aio.is_compilable():
             file_aio.install()
     return zero
 

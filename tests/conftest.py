@@ -8,24 +8,24 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 
 os.environ["DS_ACCELERATOR"] = "cpu"  # Read by DeepSpeed when it is first imported, here or in a child.
-# What DeepSpeed compiles lies with the torch that it is compiled for, unless the user has a place for it.
+# DeepSpeed's compiled operations belong to this environment's torch, unless the user set another folder.
 os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix, "torch_extensions")))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 
 import tests.hypothesis_settings  # noqa: F401 - hypothesis's profiles, before any test is read
-from tests.ranks import build_deepspeed_op, has_deepspeed_op, remove_stale_lock, skip_where_unsupported
+from tests.ranks import build_deepspeed_op, has_deepspeed_op, remove_stale_lock, skip_unsupported_dtype
 from tests.tiny import TinyCheckpoints
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--shuffle", type=int, metavar="SEED", help="the files, and tests in each, in this order"
+        "--shuffle", type=int, metavar="SEED", help="shuffle the files, and the tests in each, by this seed"
     )
 
 
-#: Folders and files with the longest cases. They start first, so that no worker waits for one at the end.
+#: Folders and files with the longest cases; they start first, so that no worker waits for one at the end.
 LONGEST = (
     "accelerator",
     "test_kill.py",
@@ -38,7 +38,7 @@ LONGEST = (
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Order the items: ``LONGEST`` first, or by chance with ``--shuffle``."""
+    """Order the items: ``LONGEST`` first, or shuffled with ``--shuffle``."""
     if (seed := config.getoption("--shuffle")) is not None:
         order = random.Random(seed)
         files = {item.path: order.random() for item in items}
@@ -49,36 +49,36 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call() -> Generator[None, object, object]:
-    """What DeepSpeed does not compute in on this machine is not tested on it."""
+    """Skip tests in dtypes that DeepSpeed does not support on this machine."""
     try:
         return (yield)
     except ValueError as error:
-        skip_where_unsupported(str(error))
+        skip_unsupported_dtype(str(error))
         raise
 
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> TinyCheckpoints:
-    """Tiny checkpoints, made once a session."""
+    """Tiny checkpoints, written once a session."""
     return TinyCheckpoints(tmp_path_factory.mktemp("checkpoints"))
 
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where what `tests.parity.checkpoint` makes lies, once for all that train it."""
+    """Folder for the checkpoints of `tests.parity.checkpoint`, shared by the session."""
     return tmp_path_factory.mktemp("parity")
 
 
-#: Folders whose tests know of no engine.
+#: Folders whose tests use no engine.
 WITHOUT_ENGINES = ("geometry", "recipe", "transfer/planning")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def deepspeed_op(request: pytest.FixtureRequest) -> Iterator[None]:
-    """DeepSpeed's shared-memory operation, compiled once an environment, before any process would do it.
+    """DeepSpeed's shared-memory operation, compiled once before tests use it.
 
-    Processes that compile it side by side wait for each other, longer than a test may. Tests that know of no
-    engine do without, and without DeepSpeed: they take seconds.
+    Processes that compile it at the same time wait for each other, longer than a test may take. Tests in
+    ``WITHOUT_ENGINES`` must not even import DeepSpeed, which takes seconds.
     """
     folder = request.path.parent.relative_to(Path(__file__).parent).as_posix()
     if not f"{folder}/".startswith(tuple(f"{room}/" for room in WITHOUT_ENGINES)):
@@ -93,11 +93,10 @@ def deepspeed_op(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def no_group_stays() -> Iterator[None]:
-    """A load in the tests' own process makes a process group of one; the next module starts without.
+def process_cleanup() -> Iterator[None]:
+    """Destroy the process group and the patched models that a module leaves in the tests' process.
 
-    And without its models, for which something of other libraries is replaced while they live: engines and
-    models refer to each other, and DeepSpeed keeps the last ZeRO-3 model in a list.
+    Patches of other libraries last as long as the models, which engines and a list of DeepSpeed's refer to.
     """
     yield
     dist = sys.modules.get("torch.distributed")

@@ -1,6 +1,6 @@
 """DeepSpeed's asynchronous file operations in plain Python, for hosts without libaio.
 
-Only the extension in C++ is replaced, which cannot be compiled there; its callers, the swappers, are real.
+Only the C++ extension is replaced, which needs libaio; the swappers that call it are DeepSpeed's.
 """
 
 from pathlib import Path
@@ -11,10 +11,10 @@ import torch
 
 
 class FileHandle:
-    """The calls of ``aio_handle`` that the swappers make, done at once."""
+    """Synchronous version of the ``aio_handle`` methods that the swappers call."""
 
     def __init__(self, **_: Any) -> None:
-        self._done = 0
+        self._finished = 0
         self._pinned: list[torch.Tensor] = []
 
     def new_cpu_locked_tensor(self, numel: int, like: torch.Tensor) -> torch.Tensor:
@@ -33,30 +33,30 @@ class FileHandle:
     def async_pwrite(self, buffer: torch.Tensor, path: str, offset: int) -> int:
         assert offset == 0
         Path(path).write_bytes(buffer.detach().contiguous().view(torch.uint8).numpy().tobytes())
-        self._done += 1
+        self._finished += 1
         return 0
 
     def async_pread(self, buffer: torch.Tensor, path: str, offset: int) -> int:
         assert offset == 0
         raw = bytearray(Path(path).read_bytes())
         buffer.detach().view(-1).copy_(torch.frombuffer(raw, dtype=buffer.dtype)[: buffer.numel()])
-        self._done += 1
+        self._finished += 1
         return 0
 
     def wait(self) -> int:
-        done, self._done = self._done, 0
-        return done
+        count, self._finished = self._finished, 0
+        return count
 
 
-def compiled() -> bool:
-    """Whether DeepSpeed's own extension can be had on this host."""
+def is_compilable() -> bool:
+    """Return True if this host can compile DeepSpeed's own extension."""
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     return bool(AsyncIOBuilder().is_compatible(verbose=False))
 
 
 def install() -> None:
-    """Have DeepSpeed in this process load these operations."""
+    """Make DeepSpeed use these operations in this process."""
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     AsyncIOBuilder.is_compatible = lambda self, verbose=False: True

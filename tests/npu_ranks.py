@@ -1,7 +1,7 @@
-"""Ranks whose accelerator is the pretend one (``simulated/npu``); else as `ranks.run_ranks`.
+"""Run functions on ranks whose accelerator is the pretend one (``simulated/npu``).
 
-torch takes an accelerator when it is imported, DeepSpeed once a process. So a process of its own, kept for
-the session, has the environment for it, and its server forks the ranks.
+torch chooses its accelerator at import, DeepSpeed once in each process. So a driver process, started once in
+a session with the right environment, has a server of its own that forks these ranks.
 """
 
 import atexit
@@ -16,13 +16,13 @@ from typing import Any
 
 from tests.ranks import Outcome, RankError
 
-HERE = Path(__file__).parent
+TESTS = Path(__file__).parent
 _driver: subprocess.Popen[bytes] | None = None
 
 
 def npu_environment() -> dict[str, str]:
-    """The environment of a process that has the pretend accelerator."""
-    paths = [str(HERE / "simulated" / "npu"), str(HERE.parent)]
+    """Return the environment of a process that uses the pretend accelerator."""
+    paths = [str(TESTS / "simulated" / "npu"), str(TESTS.parent)]
     paths += filter(None, [os.environ.get("PYTHONPATH")])
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "DS_ACCELERATOR": "npu"}
 
@@ -30,7 +30,7 @@ def npu_environment() -> dict[str, str]:
 def run_npu_ranks(
     function: Callable[..., Any], world_size: int, *arguments: Any, timeout: float = 120.0
 ) -> list[Any]:
-    """See ``ranks.run_ranks``; the function makes the process group, as a user's script does."""
+    """Call ``ranks.run_ranks`` in the driver; the function itself creates the process group."""
     outcomes = npu_outcomes(function, world_size, *arguments, timeout=timeout)
     if not all(outcome.ok for outcome in outcomes):
         raise RankError(outcomes)
@@ -40,10 +40,10 @@ def run_npu_ranks(
 def npu_outcomes(
     function: Callable[..., Any], world_size: int, *arguments: Any, timeout: float = 120.0
 ) -> list[Outcome]:
-    """See ``ranks.rank_outcomes``."""
-    driver = _started()
-    assert driver.stdin is not None, "the driver reads what it is to run"
-    assert driver.stdout is not None, "the driver writes what became of it"
+    """Call ``ranks.rank_outcomes`` in the driver."""
+    driver = _start_driver()
+    assert driver.stdin is not None, "the driver reads jobs"
+    assert driver.stdout is not None, "the driver writes outcomes"
     # The first run waits for the imports of the server, and may wait for a compiler.
     watch = threading.Timer(timeout + 400, driver.kill)
     watch.start()
@@ -52,7 +52,7 @@ def npu_outcomes(
         driver.stdin.flush()
         outcomes: list[Outcome] = pickle.load(driver.stdout)
     except BaseException:
-        # What it answers later would be taken for the answer to the next one.
+        # A late answer would be read as the answer to the next job.
         driver.kill()
         driver.wait()
         raise
@@ -61,7 +61,7 @@ def npu_outcomes(
     return outcomes
 
 
-def _started() -> subprocess.Popen[bytes]:
+def _start_driver() -> subprocess.Popen[bytes]:
     global _driver
     if _driver is None or _driver.poll() is not None:
         _driver = subprocess.Popen(
@@ -75,11 +75,11 @@ def _started() -> subprocess.Popen[bytes]:
 
 
 def _drive() -> None:
-    """Body of the driver: run what comes, until nothing more does."""
+    """Run jobs from standard input until it ends."""
     from tests import ranks
 
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what is printed is no answer
+    os.dup2(2, 1)  # printed text must not mix with answers
     while True:
         try:
             function, world_size, arguments, timeout = pickle.loads(pickle.load(sys.stdin.buffer))

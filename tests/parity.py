@@ -1,6 +1,6 @@
-"""Training by one process that sees the whole batch: what every parallel training has to equal.
+"""Train in one process on the whole batch, as reference for parallel training.
 
-Tiny models with 8 experts, in fp32, with sizes that torch's grouped product takes and that divide by 4.
+Tiny fp32 models with 8 experts; sizes divide by 4 and suit torch's grouped matrix product.
 """
 
 import functools
@@ -95,7 +95,7 @@ _MODELS: Mapping[str, Mapping[str, Any]] = {
 
 
 def checkpoint(kind: str, folder: Path, **options: Any) -> Path:
-    """A tiny checkpoint with random weights, the norms and biases included."""
+    """Write a tiny checkpoint with random weights, norms and biases included."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     path = folder / "-".join([kind, *(f"{name}={value}" for name, value in options.items())])
@@ -112,7 +112,7 @@ def checkpoint(kind: str, folder: Path, **options: Any) -> Path:
 
 
 def batches(parts: int) -> Iterator[torch.Tensor]:
-    """Token ids [parts, rows, LENGTH] of each step, ROWS in all; the same in every process."""
+    """Yield each step's token ids [parts, rows, LENGTH]; ROWS in all."""
     generator = torch.Generator().manual_seed(3)
     for _ in range(STEPS):
         yield torch.randint(3, VOCABULARY, (ROWS, LENGTH), generator=generator).view(parts, -1, LENGTH)
@@ -125,7 +125,7 @@ def optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 @dataclass
 class Trace:
-    """What a training shows: losses, the first step's gradients, gradient norms, and the last weights."""
+    """Losses, gradient norms, the first step's gradients and the final weights of a training."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -133,7 +133,7 @@ class Trace:
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def step(self, model: torch.nn.Module, optim: torch.optim.Optimizer, loss: torch.Tensor) -> None:
-        """One step of a process that has the whole model."""
+        """Train one step in a process that has the whole model."""
         loss.backward()
         if not self.gradients:
             self.gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
@@ -143,11 +143,11 @@ class Trace:
         optim.zero_grad()
 
 
-def alone(path: Path, filled: Callable[[Path], torch.nn.Module] | None = None) -> Trace:
-    """One process on the whole batch, with nothing but transformers and torch; ``filled`` makes the model."""
+def train_in_one_process(path: Path, load: Callable[[Path], torch.nn.Module] | None = None) -> Trace:
+    """Train on the whole batch with only transformers and torch; ``load`` builds another model."""
     from transformers import AutoModelForCausalLM
 
-    model: Any = (filled or AutoModelForCausalLM.from_pretrained)(path).train()
+    model: Any = (load or AutoModelForCausalLM.from_pretrained)(path).train()
     optim, trace = optimizer(model), Trace()
     for batch in batches(1):
         loss = model(input_ids=batch[0], labels=batch[0], use_cache=False).loss
@@ -158,32 +158,32 @@ def alone(path: Path, filled: Callable[[Path], torch.nn.Module] | None = None) -
 
 @functools.lru_cache(maxsize=16)
 def reference(path: Path) -> Trace:
-    """What `alone` gives of a checkpoint, in a process of its own, once for all that compare with it."""
-    trace: Trace = run_ranks(alone, 1, path)[0]
+    """Return the cached trace of `train_in_one_process` on a checkpoint, from a fresh process."""
+    trace: Trace = run_ranks(train_in_one_process, 1, path)[0]
     return trace
 
 
-#: What two orders of summation make of a model after five steps, by its type; 1e-5 of others.
+#: Tolerance after five steps for another order of summation, by model type; 1e-5 for others.
 ROUNDING = {"gemma4_text": 5e-5}
 
 
-def differences(found: Trace, wanted: Trace, tolerance: float = 1e-5) -> list[str]:
-    """Where the two differ by more than ``tolerance``, relative to the largest element of a tensor."""
-    wrong = []
+def differences(actual: Trace, expected: Trace, tolerance: float = 1e-5) -> list[str]:
+    """Describe differences above ``tolerance``, relative to each tensor's largest element."""
+    lines = []
 
-    def compare(what: str, a: torch.Tensor, b: torch.Tensor) -> None:
+    def compare(label: str, a: torch.Tensor, b: torch.Tensor) -> None:
         if a.shape != b.shape:
-            wrong.append(f"{what}: shape {tuple(a.shape)} for {tuple(b.shape)}")
+            lines.append(f"{label}: shape {tuple(a.shape)} for {tuple(b.shape)}")
         elif (error := ((a - b).abs().max() / b.abs().max().clamp_min(1e-12)).item()) > tolerance:
-            wrong.append(f"{what}: {error:.1e}, ratio {(a.norm() / b.norm()).item():.4f}")
+            lines.append(f"{label}: {error:.1e}, ratio {(a.norm() / b.norm()).item():.4f}")
 
-    compare("losses", torch.tensor(found.losses), torch.tensor(wanted.losses))
-    compare("norms", torch.tensor(found.norms), torch.tensor(wanted.norms))
+    compare("losses", torch.tensor(actual.losses), torch.tensor(expected.losses))
+    compare("norms", torch.tensor(actual.norms), torch.tensor(expected.norms))
     for kind in ("gradients", "weights"):
-        have: dict[str, torch.Tensor] = getattr(found, kind)
-        want: dict[str, torch.Tensor] = getattr(wanted, kind)
-        if have.keys() != want.keys():
-            wrong.append(f"{kind} differ in names: {sorted(have.keys() ^ want.keys())[:4]}")
-        for name in have.keys() & want.keys():
-            compare(f"{kind} of {name}", have[name], want[name])
-    return wrong
+        a: dict[str, torch.Tensor] = getattr(actual, kind)
+        b: dict[str, torch.Tensor] = getattr(expected, kind)
+        if a.keys() != b.keys():
+            lines.append(f"{kind} differ in names: {sorted(a.keys() ^ b.keys())[:4]}")
+        for name in a.keys() & b.keys():
+            compare(f"{kind} of {name}", a[name], b[name])
+    return lines

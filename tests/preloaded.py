@@ -1,8 +1,7 @@
-"""What every rank needs, imported once in the server that ranks are forked from.
+"""Modules that every rank needs, imported once in the server that forks the ranks.
 
-An import costs each rank its time again: torch's compiler, which the first DeepSpeed engine imports, two
-seconds, and the modules under test half a second where byte code is not written. Nothing here starts a thread
-or touches an accelerator.
+They would cost every rank seconds: torch's compiler, which the first DeepSpeed engine imports, takes two.
+Nothing here starts a thread or touches an accelerator.
 """
 
 import functools
@@ -35,7 +34,7 @@ MODULES = (
     "zerostart.loading.forecast.job",
     "zerostart.integrations.adoption",
     "zerostart.loading.run",
-    # What a load or an engine would import in each rank.
+    # Imported by a load or an engine in each rank.
     "deepspeed.module_inject.auto_ep_layer",
     "torch._subclasses.schema_check_mode",
     "torch.utils.cpp_extension",
@@ -56,25 +55,25 @@ MODULES = (
 for name in MODULES:
     importlib.import_module(name)
 
-# Looks for compilers and libraries, and keeps what it has found.
+# Searches for compilers and libraries, and caches the result.
 _ = importlib.import_module("deepspeed.ops").__compatible_ops__
 
-# All conversions that transformers knows, some hundreds of patterns, are compiled when one is asked for.
+# The first call compiles all conversions of transformers, some hundreds of patterns.
 importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("qwen3_moe")
 
-# Asked twice by every rank that loads DeepSpeed's operation, and a process of its own each time.
+# Every rank that loads DeepSpeed's operation calls it twice, and each call starts a process.
 _cpuinfo = importlib.import_module("cpuinfo")
 _cpuinfo.get_cpu_info = functools.cache(_cpuinfo.get_cpu_info)
 _cpuinfo.get_cpu_info()
 
-# The one operation that DeepSpeed has on a CPU. Compiled here if it is not yet: ranks that compile it side by
-# side wait for each other, and one that is killed meanwhile leaves a lock.
+# DeepSpeed's only CPU operation. Ranks that compile it at the same time wait for each other, and one that is
+# killed meanwhile leaves a lock.
 if os.environ.get("DS_ACCELERATOR") == "cpu":
     importlib.import_module("zerostart.upstream.deepspeed.zero3_partitions").load_operations(
         ("ShareMemCommBuilder",)
     )
 
-# The collector looks at every object that it knows, and so has each page of them copied: half a second a rank
-# for each of the collections in ``deepspeed.initialize``.
+# The collector touches every object, and so copies each shared page: half a second a rank for each collection
+# in ``deepspeed.initialize``.
 gc.collect()
 gc.freeze()

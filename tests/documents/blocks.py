@@ -1,4 +1,4 @@
-"""The fenced blocks of README and docs, and which of them are not run, and why."""
+"""Read the fenced blocks of README and docs."""
 
 import re
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
 DOCS = REPOSITORY / "docs"
-#: Pages in another language, each beside the page of the same name in English.
+#: Translations, named like the English pages.
 TRANSLATED = DOCS / "zh"
 
 _FENCE = re.compile(r"^(?P<indent> *)(?P<marks>`{3,})(?P<language>[^`]*)$")
@@ -17,14 +17,14 @@ _OUTPUT = "<!-- output -->"
 
 @dataclass(frozen=True)
 class Block:
-    """One fenced block: ``line`` is that of its first line of text, counted from 1."""
+    """One fenced block; ``line`` counts from 1 to its first line of text."""
 
     page: str
     line: int
     language: str
     text: str
     not_run: str | None = None
-    #: Whether it is what the commands of the block before it print.
+    #: True for the printed output of the block before.
     output: bool = False
 
     @property
@@ -33,39 +33,39 @@ class Block:
 
     @property
     def file(self) -> str | None:
-        """The name of the file that the block is, where its first line says it: ``# train.yaml``."""
-        found = re.match(r"# ([\w.-]+\.(?:yaml|py|json))$", self.text.partition("\n")[0])
-        return found[1] if found else None
+        """File name in the block's first line, such as ``# train.yaml``."""
+        match = re.match(r"# ([\w.-]+\.(?:yaml|py|json))$", self.text.partition("\n")[0])
+        return match[1] if match else None
 
 
 def pages() -> list[str]:
-    """README and every page in English, by its path in the repository."""
-    found = [REPOSITORY / "README.md", *DOCS.rglob("*.md")]
-    return sorted(str(page.relative_to(REPOSITORY)) for page in found if TRANSLATED not in page.parents)
+    """List README and the English pages by their paths in the repository."""
+    paths = [REPOSITORY / "README.md", *DOCS.rglob("*.md")]
+    return sorted(str(path.relative_to(REPOSITORY)) for path in paths if TRANSLATED not in path.parents)
 
 
 def blocks_of(page: str) -> Iterator[Block]:
-    """The blocks of a page, in their order. Raises AssertionError for a fence that is never closed."""
+    """Yield the blocks of a page in order."""
     lines = (REPOSITORY / page).read_text(encoding="utf-8").splitlines()
     number = 0
     while number < len(lines):
-        opened = _FENCE.match(lines[number])
+        fence = _FENCE.match(lines[number])
         number += 1
-        if opened is None:
+        if fence is None:
             continue
         first = number
-        while lines[number : number + 1] and lines[number].strip() != opened["marks"]:
+        while lines[number : number + 1] and lines[number].strip() != fence["marks"]:
             number += 1
         assert number < len(lines), f"{page}:{first}: the block is not closed"
-        text = "\n".join(line.removeprefix(opened["indent"]) for line in lines[first:number]) + "\n"
-        above = _above(lines, first - 1)
-        found = _NOT_RUN.match(above)
-        reason = found["reason"] if found else None
-        yield Block(page, first + 1, opened["language"].strip(), text, reason, above.strip() == _OUTPUT)
+        text = "\n".join(line.removeprefix(fence["indent"]) for line in lines[first:number]) + "\n"
+        above = _line_above(lines, first - 1)
+        match = _NOT_RUN.match(above)
+        reason = match["reason"] if match else None
+        yield Block(page, first + 1, fence["language"].strip(), text, reason, above.strip() == _OUTPUT)
         number += 1
 
 
-def _above(lines: list[str], fence: int) -> str:
-    """What stands above a fence, in a comment that the reader does not see."""
+def _line_above(lines: list[str], fence: int) -> str:
+    """Return the text line above a fence, which may be a comment."""
     above = [line for line in lines[max(0, fence - 2) : fence] if line.strip()]
     return above[-1] if above else ""

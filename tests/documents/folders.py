@@ -1,4 +1,4 @@
-"""Folders by the names that pages use, with tiny models in them."""
+"""Write tiny models under the folder names that pages use."""
 
 import shutil
 from collections.abc import Mapping
@@ -8,36 +8,40 @@ from tests.tiny import TinyCheckpoints
 
 
 def make_folders(root: Path, models: Mapping[str, str], checkpoints: TinyCheckpoints) -> None:
-    """Under ``root`` for each name one of:
+    """Write under ``root`` one folder for each name of ``models``.
 
-    a tiny checkpoint by its name in ``tests/tiny.py`` (``text:NAME`` with a tokenizer of characters);
+    A value is a tiny checkpoint's name in ``tests/tiny.py`` (``text:NAME`` with a tokenizer of characters);
     ``pipeline:FAMILY``, a diffusers pipeline of ``tests/integrations/pipelines/tiny_pipelines.py``;
     or ``pictures:ROWS``, photographs and a table.
     """
     for name, kind in models.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        what, _, key = kind.rpartition(":")
-        if what == "pipeline":
+        prefix, _, key = kind.rpartition(":")
+        if prefix == "pipeline":
             _pipeline(key, path)
-        elif what == "pictures":
+        elif prefix == "pictures":
             _pictures(path, int(key))
         else:
             shutil.copytree(checkpoints(key), path)
-            if what == "text":
-                character_tokenizer(path)
+            if prefix == "text":
+                write_character_tokenizer(path)
 
 
-def character_tokenizer(path: Path) -> None:
-    """A tokenizer of single characters that fits the vocabularies of the tiny models."""
+def write_character_tokenizer(path: Path) -> None:
+    """Write a tokenizer of single characters that fits the tiny models' vocabularies."""
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     tokens = ["<unk>", "<bos>", "</s>", *"abcdefghijklmnopqrstuvwxyz .,", "<mask>", "<pad>"]
-    made = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<unk>"))
-    made.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     PreTrainedTokenizerFast(
-        tokenizer_object=made, unk_token="<unk>", eos_token="</s>", mask_token="<mask>", pad_token="<pad>"
+        tokenizer_object=tokenizer,
+        unk_token="<unk>",
+        eos_token="</s>",
+        mask_token="<mask>",
+        pad_token="<pad>",
     ).save_pretrained(path)
 
 

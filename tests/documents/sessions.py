@@ -1,8 +1,7 @@
-"""What the commands of the pages are run in: a folder for each page, with the names that it uses in it.
+"""Sessions: pages whose commands are run, with their files and models.
 
-A session runs a page from its top to its end: files that the page shows (``# train.yaml`` in the first line)
-are written, commands are run by a shell, and of tutorials the Python blocks too. ``CHANGED`` says what is run
-otherwise than it stands there.
+A session runs a page from top to bottom: it writes the files that the page shows (``# train.yaml`` in their
+first line), and runs the commands and a tutorial's Python blocks. ``SUBSTITUTIONS`` are applied first.
 """
 
 from collections.abc import Mapping
@@ -10,29 +9,29 @@ from dataclasses import dataclass, field
 
 from tests.documents.blocks import REPOSITORY
 
-#: Text in commands and files, and what stands there when they are run.
-CHANGED: Mapping[str, str] = {
+#: Text in commands and files, and its replacement when they are run.
+SUBSTITUTIONS: Mapping[str, str] = {
     # Synopses.
     "zerostart config FAMILY OUT.yaml [--engine E] [--zero-stage S] [--lora]": (
         "zerostart config wan OUT.yaml --zero-stage 2 --lora"
     ),
     "CONFIG.yaml [KEY=VALUE ...] [--nproc N]": "CONFIG.yaml --nproc 1",
-    # As many ranks as a small machine bears.
+    # Few ranks, for small machines.
     "--nproc-per-node 8": "--nproc-per-node 2",
     "--nproc 8": "--nproc 2",
     "num_processes: 8": "num_processes: 2",
     "--world-size 1024 --rank 700": "--world-size 4 --rank 3",
-    # What every processor computes in.
+    # A precision that every processor supports.
     "mixed_precision: bf16": "mixed_precision: 'no'",
-    # Two jobs of one machine do not meet at a launcher's own port.
+    # Two jobs on one machine cannot share a launcher's default port.
     "torchrun --nproc": "torchrun --standalone --nproc",
     "accelerate launch --config_file": "accelerate launch --main_process_port 0 --config_file",
-    # The tiny mixture has five experts, of which two a rank leave a fourth rank none.
+    # The tiny model has five experts: at two a rank, a fourth rank would have none.
     "--expert-parallel 4": "--expert-parallel 2",
-    # The tiny models know sequences of 64 tokens.
+    # The tiny models take at most 64 tokens.
     "sequence_length: 128": "sequence_length: 32",
     "sequence_length: 512": "sequence_length: 32",
-    # Pictures of a size that two cores draw in a moment.
+    # Small pictures, for two cores.
     "height: 512": "height: 16",
     "width: 512": "width: 16",
     'pipe("a flower in the mountains")': 'pipe("a flower", height=16, width=16, num_inference_steps=2)',
@@ -40,13 +39,13 @@ CHANGED: Mapping[str, str] = {
 
 QWEN = {"Qwen/Qwen3-0.6B": "text:qwen3"}
 MIXTURE = {"Qwen/Qwen3-30B-A3B": "text:qwen3_moe_aligned"}
-TRAIN = """\
+TRAIN_CONFIG = """\
 model: {source: CHECKPOINT}
 task: {name: "tests.training.language:CausalLanguage", source: text.txt, sequence_length: 16}
 train: {steps: 2, batch_size: 1}
 output: {directory: trained, overwrite: true}
 """
-LOAD = """\
+LOAD_SCRIPT = """\
 import os
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
@@ -54,7 +53,7 @@ if "RANK" in os.environ:
     dist.init_process_group()
 AutoModelForCausalLM.from_pretrained("CHECKPOINT")
 """
-CACHED = """\
+CACHE_CONFIG = """\
 model: {source: path/Qwen-Image}
 task: {name: flow-matching}
 media: {source: pictures/metadata.csv, height: 16, width: 16}
@@ -72,28 +71,26 @@ num_processes: 2
 
 @dataclass(frozen=True)
 class Session:
-    """One page. ``models`` are folders (``folders.py``), ``files`` what else is there before it begins.
+    """The run of one page.
 
-    ``first`` are commands that come before, for what the page takes as given; commands that begin with one
-    of ``fails`` end with exit code 1, as the page says. With ``python`` its Python blocks are run in their
-    places.
+    The page expects ``models`` (see ``folders.py``), ``files``, and the results of ``setup`` commands.
+    Commands that begin with one of ``failing`` end with exit code 1. ``python``: run Python blocks, too.
     """
 
     page: str
     models: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)
-    first: tuple[str, ...] = ()
-    fails: tuple[str, ...] = ()
+    setup: tuple[str, ...] = ()
+    failing: tuple[str, ...] = ()
     python: bool = False
 
 
 def session_of(page: str) -> Session | None:
-    """The session that runs the commands of a page."""
-    return next((one for one in SESSIONS if one.page == page), None)
+    return next((session for session in SESSIONS if session.page == page), None)
 
 
 CHECKPOINT = {"CHECKPOINT": "text:qwen3", "A": "qwen3", "B": "qwen3"}
-SAVED = (
+SAVE_COMMANDS = (
     "python -c \"import zerostart; zerostart.save(zerostart.load('CHECKPOINT', engine='fsdp2'), 'PATH')\"",
 )
 WRITE_ORIGINAL = """\
@@ -112,34 +109,34 @@ SESSIONS = (
     Session(
         "README.md",
         {"CHECKPOINT": "text:qwen3"},
-        {"train.py": LOAD, "zero3.yaml": ZERO_THREE, "ds_zero3.json": "{}"},
+        {"train.py": LOAD_SCRIPT, "zero3.yaml": ZERO_THREE, "ds_zero3.json": "{}"},
     ),
     Session(
         "docs/adoption.md",
         CHECKPOINT,
-        {"SCRIPT": LOAD, "script.py": LOAD, "ds_config_zero3.json": "{}"},
+        {"SCRIPT": LOAD_SCRIPT, "script.py": LOAD_SCRIPT, "ds_config_zero3.json": "{}"},
     ),
     Session(
         "docs/cache.md",
         {"path/Qwen-Image": "pipeline:qwen_image", "pictures": "pictures:18"},
-        {"CONFIG.yaml": CACHED},
+        {"CONFIG.yaml": CACHE_CONFIG},
         python=True,
     ),
     Session(
         "docs/flow-matching.md",
         CHECKPOINT,
-        {"run.yaml": TRAIN, "run.accelerate.yaml": ZERO_THREE},
+        {"run.yaml": TRAIN_CONFIG, "run.accelerate.yaml": ZERO_THREE},
     ),
     Session("docs/examples.md", files={"nodes.py": NODES}),
     Session("docs/forecast.md", MIXTURE),
     Session("docs/parallelism.md", MIXTURE),
     Session("docs/parallelism.md", MIXTURE),
-    Session("docs/training.md", CHECKPOINT, {"CONFIG.yaml": TRAIN}),
-    Session("docs/saving.md", {**CHECKPOINT, **QWEN}, {}, SAVED),
+    Session("docs/training.md", CHECKPOINT, {"CONFIG.yaml": TRAIN_CONFIG}),
+    Session("docs/saving.md", {**CHECKPOINT, **QWEN}, {}, SAVE_COMMANDS),
     Session(
         "docs/quickstart.md",
         QWEN,
-        {"script.py": LOAD.replace("CHECKPOINT", "Qwen/Qwen3-0.6B"), "zero3.yaml": ZERO_THREE},
+        {"script.py": LOAD_SCRIPT.replace("CHECKPOINT", "Qwen/Qwen3-0.6B"), "zero3.yaml": ZERO_THREE},
         python=True,
     ),
     Session("docs/tutorials/experts.md", MIXTURE, python=True),
@@ -147,7 +144,7 @@ SESSIONS = (
     Session(
         "docs/tutorials/own-module.md",
         files={"write.py": WRITE_ORIGINAL},
-        first=("python write.py",),
+        setup=("python write.py",),
         python=True,
     ),
     Session(

@@ -1,4 +1,4 @@
-"""Every command of README and docs is one that there is, with the options that it has; and runs."""
+"""Run every command of README and docs in a shell."""
 
 import os
 import re
@@ -10,8 +10,8 @@ import pytest
 
 from tests.documents.blocks import Block, blocks_of, pages
 from tests.documents.folders import make_folders
-from tests.documents.sessions import CHANGED, SESSIONS, Session, session_of
-from tests.processes import finished
+from tests.documents.sessions import SESSIONS, SUBSTITUTIONS, Session, session_of
+from tests.processes import run_command
 from tests.tiny import TinyCheckpoints
 
 SECONDS = 420
@@ -19,11 +19,10 @@ SHELL = [block for page in pages() for block in blocks_of(page) if block.languag
 
 
 def test_every_command_has_a_session() -> None:
-    """A page may need nothing but its entry in ``sessions.py``, with the models that it names."""
-    lost = [b.place for b in SHELL if b.not_run is None and session_of(b.page) is None]
-    assert lost == [], "add a session to tests/documents/sessions.py, or a reason: <!-- not run: ... -->"
+    missing = [b.place for b in SHELL if b.not_run is None and session_of(b.page) is None]
+    assert missing == [], "add a session to tests/documents/sessions.py, or a reason: <!-- not run: ... -->"
     used = {block.page for block in SHELL}
-    assert [one.page for one in SESSIONS if one.page in pages() and one.page not in used] == []
+    assert [s.page for s in SESSIONS if s.page in pages() and s.page not in used] == []
 
 
 @pytest.mark.slow
@@ -36,35 +35,35 @@ def test_commands_run(session: Session, checkpoints: TinyCheckpoints, tmp_path: 
     blocks = list(blocks_of(session.page))
     for block in blocks:
         if block.file is not None:
-            (tmp_path / block.file).write_text(changed(block.text))
-    for command in session.first:
+            (tmp_path / block.file).write_text(substitute(block.text))
+    for command in session.setup:
         run(command, tmp_path, "before")
     for block in blocks:
         if block.not_run is not None or block.file is not None:
             continue
         if block.language == "python" and session.python:
-            (tmp_path / "block.py").write_text("\n" * (block.line - 1) + changed(block.text))
+            (tmp_path / "block.py").write_text("\n" * (block.line - 1) + substitute(block.text))
             run("python block.py", tmp_path, block.place)
         elif block.language == "sh":
-            for command in lines_of(block):
-                run(command, tmp_path, block.place, int(command.startswith(session.fails or ("\0",))))
+            for command in commands_of(block):
+                run(command, tmp_path, block.place, int(command.startswith(session.failing or ("\0",))))
 
 
-def changed(text: str) -> str:
-    return re.sub("|".join(map(re.escape, CHANGED)), lambda found: CHANGED[found[0]], text)
+def substitute(text: str) -> str:
+    return re.sub("|".join(map(re.escape, SUBSTITUTIONS)), lambda match: SUBSTITUTIONS[match[0]], text)
 
 
-def lines_of(block: Block) -> Iterator[str]:
-    for line in changed(block.text).replace("\\\n", " ").splitlines():
+def commands_of(block: Block) -> Iterator[str]:
+    for line in substitute(block.text).replace("\\\n", " ").splitlines():
         if line.strip() and not line.lstrip().startswith("#"):
             yield line
 
 
 def run(command: str, folder: Path, place: str, code: int = 0) -> None:
-    """Run one line by a shell in ``folder``, with the commands of this environment."""
-    told = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    told["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), told["PATH"]])
-    told |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    """Run one line in a shell in ``folder``, with this environment's commands."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment["PATH"]])
+    environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     name = f"{place}: {command}"
     print(name)
-    finished(["bash", "-ec", command], folder, told, seconds=SECONDS, name=name, code=code)
+    run_command(["bash", "-ec", command], folder, environment, seconds=SECONDS, name=name, code=code)

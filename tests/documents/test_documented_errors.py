@@ -1,4 +1,4 @@
-"""The page of errors has a section for each class and each situation, and shows texts that are raised."""
+"""Check that the errors page has a section for each class and each situation."""
 
 import copy
 import pickle
@@ -14,12 +14,12 @@ CLASSES = [getattr(errors, name) for name in errors.__all__]
 
 
 def headings() -> dict[str, str]:
-    """By heading the class whose section it stands in."""
-    found, kind = {}, ""
+    """Map each heading to the class of its section."""
+    classes, kind = {}, ""
     for mark, heading in re.findall(r"^(##|###) (.+)$", PAGE, re.MULTILINE):
         kind = heading if mark == "##" else kind
-        found[heading] = kind
-    return found
+        classes[heading] = kind
+    return classes
 
 
 def test_every_class_and_situation_has_its_section() -> None:
@@ -31,8 +31,8 @@ def test_every_class_and_situation_has_its_section() -> None:
 def test_an_error_links_to_its_section_and_says_so_once(kind: type[errors.ZerostartError]) -> None:
     error = kind("what is wrong")
     assert error.help_url == f"{errors.HELP}#{kind.__name__.lower()}"
-    for same in (error, copy.copy(error), pickle.loads(pickle.dumps(error))):
-        assert (str(same), same.__notes__) == ("what is wrong", [f"See {error.help_url}"])
+    for copied in (error, copy.copy(error), pickle.loads(pickle.dumps(error))):
+        assert (str(copied), copied.__notes__) == ("what is wrong", [f"See {error.help_url}"])
 
 
 def test_the_notes_name_the_page() -> None:

@@ -1,4 +1,4 @@
-"""Files that documents and docstrings name are there."""
+"""Check that the files named in documents and docstrings exist."""
 
 import re
 from collections.abc import Iterator
@@ -8,12 +8,12 @@ import zerostart
 
 ROOT = Path(zerostart.__file__).parent
 REPOSITORY = Path(__file__).parents[2]
-#: Where a path that is written down may begin.
+#: Folders that a written path may be relative to.
 BASES = (REPOSITORY, REPOSITORY / "docs", REPOSITORY / "tests", ROOT.parent, ROOT)
-#: Folders of libraries whose files are named too; which files they have differs between versions.
-THEIRS = (
+#: Folders of other libraries; their files differ between versions.
+FOREIGN_FOLDERS = (
     *("transformers", "runtime", "module_inject", "utils"),
-    *("model_parallelism", "sequence_parallelism", "ulysses_alst"),  # of DeepSpeed's tests
+    *("model_parallelism", "sequence_parallelism", "ulysses_alst"),  # DeepSpeed's tests
 )
 _QUOTED = re.compile(r"`([^`\n]+)`")
 _PATH = re.compile(r"(?<![\w./<{*-])[A-Za-z_][\w-]*(?:/[\w.-]+)*\.(?:py|md|yaml)(?![\w/])")
@@ -26,33 +26,33 @@ def texts() -> Iterator[tuple[Path, str]]:
             yield path, path.read_text()
 
 
-def is_there(name: str, beside: Path) -> bool:
-    return any((base / name).exists() for base in (beside.parent, *BASES))
+def exists(name: str, page: Path) -> bool:
+    return any((base / name).exists() for base in (page.parent, *BASES))
 
 
-def test_files_that_are_named_are_there() -> None:
-    """With their folder; a name alone may be one of anybody's."""
-    found = []
+def test_named_files_exist() -> None:
+    """Check only names with a folder: others may mean any project's file."""
+    missing = []
     for path, text in texts():
         if path.name == "CHANGELOG.md":
-            continue  # tells of the past
+            continue  # names deleted files
         for number, line in enumerate(text.splitlines(), 1):
-            named = {name for quoted in _QUOTED.findall(line) for name in _PATH.findall(quoted)}
+            names = {name for quoted in _QUOTED.findall(line) for name in _PATH.findall(quoted)}
             if path.suffix == ".md":
-                named |= {f"./{name}" for name in _LINK.findall(line)}
-            found += [
+                names |= {f"./{name}" for name in _LINK.findall(line)}
+            missing += [
                 f"{path.relative_to(REPOSITORY)}:{number}: {name}"
-                for name in sorted(named)
-                if "/" in name and name.partition("/")[0] not in THEIRS and not is_there(name, path)
+                for name in sorted(names)
+                if "/" in name and name.partition("/")[0] not in FOREIGN_FOLDERS and not exists(name, path)
             ]
-    assert found == []
+    assert missing == []
 
 
-def test_links_of_what_is_not_on_the_site_lead_somewhere() -> None:
-    """Files and headings; the site checks its own links."""
+def test_links_outside_the_site_have_targets() -> None:
+    """Check files and headings; the site checks its own links."""
     pages = [*REPOSITORY.glob("*.md"), *(REPOSITORY / ".github").glob("*.md")]
     pages += [page for folder in ("benchmarks", "examples") for page in (REPOSITORY / folder).rglob("*.md")]
-    lost = []
+    broken = []
     for page in pages:
         for link in re.findall(r"(?<!`)\]\(([^)\s]+)\)", page.read_text("utf-8")):
             path, _, anchor = link.partition("#")
@@ -60,12 +60,12 @@ def test_links_of_what_is_not_on_the_site_lead_somewhere() -> None:
                 continue
             target = page.parent / path if path else page
             if not target.exists() or (anchor and anchor not in headings(target)):
-                lost.append(f"{page.relative_to(REPOSITORY)}: {link}")
-    assert lost == []
+                broken.append(f"{page.relative_to(REPOSITORY)}: {link}")
+    assert broken == []
 
 
 def headings(page: Path) -> set[str]:
-    """Anchors of a page in Markdown, as GitHub makes them."""
+    """Return the anchors that GitHub gives the headings of a Markdown page."""
     text = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.M | re.S)
-    found = (re.sub(r"[^\w\- ]", "", line.lower()) for line in re.findall(r"^#+ (.+)$", text, re.M))
-    return {line.strip().replace(" ", "-") for line in found}
+    words = (re.sub(r"[^\w\- ]", "", line.lower()) for line in re.findall(r"^#+ (.+)$", text, re.M))
+    return {line.strip().replace(" ", "-") for line in words}

@@ -1,4 +1,4 @@
-"""Examples and benchmarks, which no other test imports, import what is there."""
+"""Check the imports of examples and benchmarks, which no other test imports."""
 
 import ast
 import importlib
@@ -12,11 +12,11 @@ SCRIPTS = sorted(path for folder in ("examples", "benchmarks") for path in (ROOT
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_what_a_script_imports_of_ours_is_there(path):
+def test_names_imported_from_zerostart_exist(path):
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "zerostart":
             module = importlib.import_module(node.module)
-            missing = [one.name for one in node.names if not _has(module, one.name)]
+            missing = [alias.name for alias in node.names if not _has(module, alias.name)]
             assert missing == [], f"{path.name}, line {node.lineno}"
 
 

@@ -1,4 +1,4 @@
-"""The house as `docs/architecture.md` draws it, by syntax trees: rooms, arrows, circles."""
+"""Check the structure of `docs/architecture.md`: rooms, imports between them, no import circles."""
 
 import ast
 from collections.abc import Mapping
@@ -7,23 +7,23 @@ from pathlib import Path
 import zerostart
 
 ROOT = Path(zerostart.__file__).parent
-#: The doors, the tree of errors, and ``python -m zerostart``: the only modules outside a room.
+#: Public modules. With the errors and ``python -m zerostart``, they are the only modules outside a room.
 DOORS = {"zerostart", "zerostart.activation", "zerostart.pipelines", "zerostart.serving"}
 OUTSIDE = DOORS | {"zerostart.errors", "zerostart.__main__"}
-#: The rooms of the list in `docs/architecture.md`. ``refit`` has 12 of the arrows, which no other room needs.
-MOST_ROOMS, MOST_ARROWS = 16, 92
+#: Rooms of the list in `docs/architecture.md`, and pairs of rooms of which one imports the other.
+MAX_ROOMS, MAX_IMPORTS = 16, 92
 
 
-def name_of(path: Path) -> str:
+def module_name(path: Path) -> str:
     parts = ("zerostart", *path.relative_to(ROOT).with_suffix("").parts)
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-TREES = {name_of(path): ast.parse(path.read_text()) for path in sorted(ROOT.rglob("*.py"))}
+TREES = {module_name(path): ast.parse(path.read_text()) for path in sorted(ROOT.rglob("*.py"))}
 
 
 def targets(node: ast.AST) -> set[str]:
-    """The modules of zerostart that an import statement names."""
+    """Return the modules of zerostart that an import statement names."""
     if isinstance(node, ast.Import):
         return {alias.name for alias in node.names if alias.name in TREES}
     if isinstance(node, ast.ImportFrom) and node.module in TREES:
@@ -34,7 +34,7 @@ def targets(node: ast.AST) -> set[str]:
 
 
 def imports() -> dict[str, set[str]]:
-    """The modules that each module imports, in its functions and for types alone too."""
+    """Map each module to the modules that it imports anywhere."""
     return {
         name: {target for node in ast.walk(tree) for target in targets(node)} - {name}
         for name, tree in TREES.items()
@@ -42,17 +42,17 @@ def imports() -> dict[str, set[str]]:
 
 
 def circles(graph: Mapping[str, set[str]]) -> list[str]:
-    """Sets of modules of which each leads to each other, in words."""
-    reached: dict[str, set[str]] = {}
+    """List the groups of modules that import each other, directly or not."""
+    reachable: dict[str, set[str]] = {}
     for start in graph:
-        seen, left = set[str](), [start]
-        while left:
-            for following in graph[left.pop()] - seen:
-                seen.add(following)
-                left.append(following)
-        reached[start] = seen
+        visited, queue = set[str](), [start]
+        while queue:
+            for module in graph[queue.pop()] - visited:
+                visited.add(module)
+                queue.append(module)
+        reachable[start] = visited
     return sorted(
-        {", ".join(sorted(m for m in graph if m in reached[n] and n in reached[m])) for n in graph} - {""}
+        {", ".join(sorted(m for m in graph if m in reachable[n] and n in reachable[m])) for n in graph} - {""}
     )
 
 
@@ -61,7 +61,7 @@ def room(module: str) -> str:
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
-    """Nor when their functions are called: an import in a function saves time, and hides no circle."""
+    """Count imports in functions, too."""
     assert circles(imports()) == []
 
 
@@ -69,19 +69,19 @@ def test_no_module_lies_outside_a_room() -> None:
     assert [n for n in TREES if n not in OUTSIDE and not (ROOT / room(n) / "__init__.py").is_file()] == []
 
 
-def test_rooms_and_the_arrows_between_them() -> None:
+def test_rooms_and_imports_between_them_do_not_grow() -> None:
     graph = imports()
-    arrows = {(room(a), room(b)) for a in graph for b in graph[a] if room(a) and room(b)}
-    arrows = {(a, b) for a, b in arrows if a != b}
+    pairs = {(room(a), room(b)) for a in graph for b in graph[a] if room(a) and room(b)}
+    pairs = {(a, b) for a, b in pairs if a != b}
     rooms = {room(module) for module in TREES} - {""}
-    assert len(rooms) <= MOST_ROOMS, sorted(rooms)
-    assert len(arrows) <= MOST_ARROWS, sorted(arrows)
+    assert len(rooms) <= MAX_ROOMS, sorted(rooms)
+    assert len(pairs) <= MAX_IMPORTS, sorted(pairs)
 
 
-def test_what_an_engine_keeps_is_asked_of_the_engine() -> None:
-    """Masters, moments, counters and shards of a live model: no room above asks the library itself."""
-    inside = ("zerostart.upstream.deepspeed.engine", "zerostart.upstream.torch.fsdp2")
-    above = {name for name in TREES if room(name) not in ("engines", "upstream", "")}
+def test_only_engines_import_engine_internals() -> None:
+    """Other rooms get masters, moments, counters and shards of a live model from ``engines``."""
+    internals = ("zerostart.upstream.deepspeed.engine.", "zerostart.upstream.torch.fsdp2.")
+    outside = {name for name in TREES if room(name) not in ("engines", "upstream", "")}
     graph = imports()
-    asked = [(a, b) for a in above for b in graph[a] if f"{b}.".startswith(tuple(f"{i}." for i in inside))]
-    assert sorted(asked) == []
+    violations = [(a, b) for a in outside for b in graph[a] if f"{b}.".startswith(internals)]
+    assert sorted(violations) == []

@@ -146,7 +146,7 @@ def swapped(folder: Path, elements: int) -> dict[str, Any]:
     [
         (True, "buffer_size"),
         pytest.param(
-            False, "libaio", marks=pytest.mark.skipif(file_aio.compiled(), reason="libaio is installed")
+            False, "libaio", marks=pytest.mark.skipif(file_aio.is_compilable(), reason="libaio is installed")
         ),
     ],
 )
@@ -161,7 +161,7 @@ def test_swapping_that_cannot_be_is_refused(
 
 
 def load_swapped(path: Path, config: dict[str, Any], compiled: bool) -> None:
-    if compiled and not file_aio.compiled():
+    if compiled and not file_aio.is_compilable():
         file_aio.install()
     zerostart.load(path, engine_config=config, progress=False)
 

@@ -57,7 +57,7 @@ def test_every_combination_trains_as_deepspeeds_own(
 
 
 def both_ways(path: Path, parameters: str, secondary: int, folder: Path) -> dict[str, Any]:
-    if not file_aio.compiled():
+    if not file_aio.is_compilable():
         file_aio.install()
     found = {}
     for optimizer, persistent, dtype in itertools.product(PLACES, (0, 2000), ("fp32", "bf16")):

@@ -13,7 +13,15 @@ from torch import nn
 
 import zerostart
 from tests.identity.parallel import Layout, Training, choose_parts, train
-from tests.parity import ROUNDING, alone, batches, checkpoint, differences, optimizer, reference
+from tests.parity import (
+    ROUNDING,
+    batches,
+    checkpoint,
+    differences,
+    optimizer,
+    reference,
+    train_in_one_process,
+)
 from tests.ranks import run_ranks
 from zerostart.errors import EngineError
 
@@ -111,7 +119,9 @@ def placements() -> Iterator[Case]:
 def test_ranks_train_as_one_process(case: Case, folder: Path, tmp_path: Path) -> None:
     path = checkpoint(case.kind, folder, **dict(case.options))
     wanted = (
-        run_ranks(alone, 1, path, partial(pretrained, parts=case.parts))[0] if case.parts else reference(path)
+        run_ranks(train_in_one_process, 1, path, partial(pretrained, parts=case.parts))[0]
+        if case.parts
+        else reference(path)
     )
     out = None if case.parts else tmp_path
     found = run_ranks(train, case.world, path, case.layout, case.then, out, case.parts, timeout=240)

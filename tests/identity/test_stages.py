@@ -101,8 +101,8 @@ def deepspeed_at_0(path: Path) -> dict[str, list[str]]:
     found = {}
     for name in routes.available(STAGE_0):
         case = STAGE_0[name]
-        wanted = routes.followed(routes.stock(path, case), case)
-        found[name] = routes.differing(routes.followed(routes.ours(path, case), case), wanted)
+        wanted = routes.trace_training(routes.stock(path, case), case)
+        found[name] = routes.differing_keys(routes.trace_training(routes.ours(path, case), case), wanted)
     return found
 
 

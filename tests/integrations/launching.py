@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tests.processes import finished
+from tests.processes import run_command
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "adoption"
 CONFIGS = {name: EXAMPLES / f"accelerate_config_{name}.yaml" for name in ("zero3", "zero2", "fsdp2")}
@@ -63,7 +63,7 @@ def launch(
     command += [*(("-m", module) if module else ()), str(folder / "script.py"), *arguments]
     told = {**os.environ, "TRANSFORMERS_VERBOSITY": "info", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     told.update(environment or {})
-    return finished(command, folder, told, paths=paths, seconds=timeout, name="the script")
+    return run_command(command, folder, told, paths=paths, seconds=timeout, name="the script")
 
 
 def losses_of(output: str) -> list[float]:

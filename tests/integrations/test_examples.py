@@ -24,7 +24,7 @@ from tests.integrations.launching import (
     removed,
     tokenizer,
 )
-from tests.processes import finished
+from tests.processes import run_command
 from tests.tiny import TinyCheckpoints
 
 
@@ -101,6 +101,8 @@ def test_with_and_without_the_line(script: str, config: str, folder: Path) -> No
 @pytest.mark.slow
 def test_a_driver_calls_trainers_and_a_rollout_engine(folder: Path) -> None:
     command = [sys.executable, str(EXAMPLES.parent / "rollout.py"), "model", "2"]
-    output = finished(command, folder, {**os.environ, "OMP_NUM_THREADS": "1"}, seconds=200, name="rollout.py")
+    output = run_command(
+        command, folder, {**os.environ, "OMP_NUM_THREADS": "1"}, seconds=200, name="rollout.py"
+    )
     served = re.findall(r"^step (\d) .* serves version (\d)$", output, flags=re.MULTILINE)
     assert served == [("1", "1"), ("2", "2")]

@@ -1,4 +1,4 @@
-"""Models whose blocks are run again in the backward train as without, on every engine."""
+"""Checkpointing a model's blocks does not change its training on any engine."""
 
 from typing import Any
 
@@ -9,9 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import zerostart
-from tests.engines.activation.test_gradient_checkpoint import (
-    unlike,
-)
+from tests.engines.activation.test_gradient_checkpoint import differing_places
 from tests.ranks import run_ranks
 
 
@@ -34,8 +32,8 @@ class Stack(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         time = self.time(x[:, :1])
-        for one in self.blocks:
-            x, _ = one(x, time=time, mask=None)
+        for block in self.blocks:
+            x, _ = block(x, time=time, mask=None)
         return x.square().mean()
 
 
@@ -45,15 +43,15 @@ def stack_weights() -> dict[str, torch.Tensor]:
 
 
 def train(engine: str, stage: int, mode: str) -> list[Any]:
-    """Losses of three steps, and the parameters after them."""
+    """Return the losses of three steps, and the parameters after them."""
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 2,
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         "zero_allow_untested_optimizer": True,
     }
-    chosen = config if engine == "deepspeed" else None
+    engine_config = config if engine == "deepspeed" else None
     model = zerostart.load(
-        stack_weights(), Stack, engine=engine, zero_stage=stage, engine_config=chosen, progress=False
+        stack_weights(), Stack, engine=engine, zero_stage=stage, engine_config=engine_config, progress=False
     )
     if mode != "off":
         assert zerostart.checkpoint_blocks(model, offload=mode == "offload") == (
@@ -87,15 +85,15 @@ ROUTES = (("deepspeed", 3), ("deepspeed", 2), ("fsdp2", 3))
 
 
 def compare_modes(routes: tuple[tuple[str, int], ...], modes: tuple[str, ...]) -> list[str]:
-    """One line for each engine and way of checkpointing whose numbers are not those without it."""
-    found, plain_runs = [], {}
+    """List the engines and modes whose numbers differ from training without checkpointing."""
+    lines, plain_runs = [], {}
     for engine, stage in routes:
         plain_runs[engine, stage] = train(engine, stage, "off")
         assert len(set(plain_runs[engine, stage][:3])) == 3
         for mode in modes:
-            if unlike(plain_runs[engine, stage], train(engine, stage, mode)):
-                found.append(f"{engine} {stage} {mode}")
-    return found
+            if differing_places(plain_runs[engine, stage], train(engine, stage, mode)):
+                lines.append(f"{engine} {stage} {mode}")
+    return lines
 
 
 @pytest.mark.slow
@@ -121,8 +119,8 @@ def test_blocks_are_found_by_class_and_by_name() -> None:
         zerostart.checkpoint_blocks(model, every=0)
 
 
-def test_a_language_model_fills_no_cache() -> None:
-    """transformers makes one unless it is told not to; a layer's second run would add to it again."""
+def test_a_checkpointed_language_model_fills_no_cache() -> None:
+    """A layer's second run would add to the cache again."""
     import transformers
 
     config = transformers.Qwen3Config(
@@ -136,14 +134,14 @@ def test_a_language_model_fills_no_cache() -> None:
     )
     model = transformers.Qwen3ForCausalLM(config)
     tokens = torch.arange(10).view(2, 5)
-    made = []
+    results = []
     for checkpointing in (False, True):
         if checkpointing:
             assert len(zerostart.checkpoint_blocks(model)) == 2
         model.zero_grad()
         loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
-        made.append([loss, *(p.grad for p in model.parameters())])
-    assert unlike(*made) == []
+        results.append([loss, *(p.grad for p in model.parameters())])
+    assert differing_places(*results) == []
     past = model(input_ids=tokens, use_cache=True).past_key_values
     assert past.get_seq_length() == 0

@@ -1,6 +1,6 @@
-"""A plain module with fused layers: queries, keys and values of several sizes, and an MLP of two halves.
+"""A plain module with fused layers of unequal parts.
 
-Its forward goes by the widths that its layers give, as a layer in slices gives them.
+Its forward reads widths from its layers' outputs, so that it also works with sliced layers.
 """
 
 from pathlib import Path
@@ -36,7 +36,7 @@ class Block(nn.Module):
 
 
 class Fused(nn.Module):
-    """Four heads of queries and two of keys and values, in two blocks."""
+    """Two blocks with four query heads and two heads of keys and values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Fused(nn.Module):
         return cls()
 
     @classmethod
-    def filled(cls, path: Path) -> "Fused":
+    def from_file(cls, path: Path) -> "Fused":
         model = cls()
         model.load_state_dict(load_file(path))
         return model
@@ -62,8 +62,8 @@ class Fused(nn.Module):
         return SimpleNamespace(loss=F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten()))
 
 
-def fused_file(folder: Path) -> Path:
-    """Random weights of the module, in one file."""
+def write_fused_file(folder: Path) -> Path:
+    """Write random weights of the module."""
     path = folder / "fused.safetensors"
     if not path.exists():
         torch.manual_seed(0)

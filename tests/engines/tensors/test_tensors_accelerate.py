@@ -1,4 +1,4 @@
-"""Tensors that DeepSpeed's ranks share, in an accelerate script with the one line of zerostart."""
+"""Tensor parallelism on DeepSpeed in an accelerate script with zerostart's one line."""
 
 from pathlib import Path
 from typing import Any
@@ -9,22 +9,22 @@ from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
 import zerostart
-from tests.parity import CLIP, ROWS, Trace, alone, batches, checkpoint, differences, optimizer
+from tests.parity import CLIP, ROWS, Trace, batches, checkpoint, differences, optimizer, train_in_one_process
 from tests.ranks import run_ranks
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stage", "named"), [(2, True), (3, True), (1, False)])
-def test_a_script_trains_as_one_process(stage: int, named: bool, tmp_path: Path) -> None:
-    """``named``: by accelerate's ParallelismConfig, and not in DeepSpeed's configuration."""
+@pytest.mark.parametrize(("stage", "by_accelerate"), [(2, True), (3, True), (1, False)])
+def test_a_script_trains_like_one_process(stage: int, by_accelerate: bool, tmp_path: Path) -> None:
+    """Configure by accelerate's ParallelismConfig, or in DeepSpeed's configuration."""
     path = checkpoint("qwen3", tmp_path)
-    wanted = run_ranks(alone, 1, path)[0]
-    for found in run_ranks(script, 2, path, stage, named, timeout=120):
-        found.gradients, found.norms = wanted.gradients, wanted.norms
-        assert differences(found, wanted) == []
+    expected = run_ranks(train_in_one_process, 1, path)[0]
+    for trace in run_ranks(script, 2, path, stage, by_accelerate, timeout=120):
+        trace.gradients, trace.norms = expected.gradients, expected.norms
+        assert differences(trace, expected) == []
 
 
-def script(path: Path, stage: int, named: bool) -> Trace:
+def script(path: Path, stage: int, by_accelerate: bool) -> Trace:
     from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
     from accelerate.utils import ParallelismConfig
     from transformers import AutoModelForCausalLM
@@ -36,11 +36,11 @@ def script(path: Path, stage: int, named: bool) -> Trace:
         "zero_optimization": {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True},
         "zero_allow_untested_optimizer": True,
     }
-    if not named:
+    if not by_accelerate:
         config["tensor_parallel"] = {"autotp_size": 2}
     accelerator = Accelerator(
         deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config),
-        parallelism_config=ParallelismConfig(tp_size=2) if named else None,
+        parallelism_config=ParallelismConfig(tp_size=2) if by_accelerate else None,
         kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")],
     )
     rows = [{"input_ids": row, "labels": row} for batch in batches(1) for row in batch[0]]
@@ -57,14 +57,14 @@ def script(path: Path, stage: int, named: bool) -> Trace:
             client.step()
             client.zero_grad()
             trace.losses.append(loss.item())
-        place = path.parent / f"saved-{stage}-{named}"
-        accelerator.unwrap_model(model).save_pretrained(place)
+        out = path.parent / f"saved-{stage}-{by_accelerate}"
+        accelerator.unwrap_model(model).save_pretrained(out)
         state = accelerator.get_state_dict(model)
         if accelerator.is_main_process:
             trace.weights = state
     accelerator.wait_for_everyone()
-    # Not by transformers, which would partition it: its configuration of ZeRO is still there.
-    saved = load_file(place / "model.safetensors")
+    # Not from_pretrained, which would partition the model by the ZeRO configuration that is still active.
+    saved = load_file(out / "model.safetensors")
     saved["lm_head.weight"] = saved["model.embed_tokens.weight"]
     assert all(torch.equal(saved[name], tensor) for name, tensor in trace.weights.items())
     trace.weights = saved

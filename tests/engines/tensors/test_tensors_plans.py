@@ -1,4 +1,4 @@
-"""DeepSpeed's rules of tensors are held against the model's own plan: what would train wrong is refused."""
+"""Refuse DeepSpeed's tensor-parallel rules that contradict the model's own plan and would train wrongly."""
 
 from pathlib import Path
 from typing import Any
@@ -6,21 +6,21 @@ from typing import Any
 import pytest
 
 import zerostart
-from tests.engines.tensors.sharing import SHARING, Case, config_of, loaded
+from tests.engines.tensors.sharing import TENSOR_PARALLEL, Case, config_of, load_case
 from tests.parity import checkpoint
 from tests.ranks import run_ranks
 from zerostart.errors import ConfigError, EngineError
 
 
-def planned(path: Path, preset: str | None, **more: Any) -> None:
+def make_plan(path: Path, preset: str | None, **options: Any) -> None:
     section = {} if preset is None else {"tensor_parallel": {"preset_model": preset}}
     zerostart.plan(
-        path, world_size=2, engine="deepspeed", tensor_parallel=2, **{"engine_config": section, **more}
+        path, world_size=2, engine="deepspeed", tensor_parallel=2, **{"engine_config": section, **options}
     )
 
 
 @pytest.mark.parametrize(
-    ("kind", "preset", "said"),
+    ("kind", "preset", "message"),
     [
         ("gemma3_text", "llama", "sum no gradients of model.layers.0.self_attn.q_norm"),
         ("qwen3", "qwen2", "sum no gradients of model.layers.0.self_attn.q_norm"),
@@ -33,44 +33,46 @@ def planned(path: Path, preset: str | None, **more: Any) -> None:
         ("deepseek_v2", None, "unsupported partition style"),
     ],
 )
-def test_what_would_train_wrong_is_refused(kind: str, preset: str | None, said: str, folder: Path) -> None:
+def test_rules_that_train_wrongly_are_refused(
+    kind: str, preset: str | None, message: str, folder: Path
+) -> None:
     with pytest.raises(ConfigError) as raised:
-        planned(checkpoint(kind, folder), preset)
-    assert said in str(raised.value)
+        make_plan(checkpoint(kind, folder), preset)
+    assert message in str(raised.value)
     assert "use engine='fsdp2', which runs it by its own plan" in str(raised.value)
 
 
-def test_experts_beside_tensors_name_the_other_engine(folder: Path) -> None:
+def test_experts_with_sliced_tensors_name_the_other_engine(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"unsupported partition style.*use engine='fsdp2'"):
-        planned(checkpoint("deepseek_v2", folder), None, expert_parallel=2)
+        make_plan(checkpoint("deepseek_v2", folder), None, expert_parallel=2)
 
 
 @pytest.mark.parametrize("preset", ["bloom", None])
-def test_heads_that_are_counted(preset: str | None, folder: Path) -> None:
+def test_position_bias_by_head_is_refused(preset: str | None, folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"BloomForCausalLM has a position bias for each head \(ALiBi\)"):
-        planned(checkpoint("bloom", folder), preset)
+        make_plan(checkpoint("bloom", folder), preset)
 
 
-def test_dropout_of_heads_that_are_shared_unevenly(folder: Path) -> None:
+def test_dropout_of_uneven_heads_is_refused(folder: Path) -> None:
     path = checkpoint("qwen3", folder, num_attention_heads=3, num_key_value_heads=3, attention_dropout=0.1)
     with pytest.raises(ConfigError, match="does not divide the heads of Qwen3ForCausalLM"):
-        planned(path, None)
+        make_plan(path, None)
 
 
 @pytest.mark.parametrize(
     ("kind", "preset"),
     [("llama", "llama"), ("llama", "qwen2"), ("gemma3_text", None), ("mixtral", "mixtral")],
 )
-def test_what_fits_is_served(kind: str, preset: str | None, folder: Path) -> None:
-    planned(checkpoint(kind, folder), preset)
+def test_matching_rules_are_accepted(kind: str, preset: str | None, folder: Path) -> None:
+    make_plan(checkpoint(kind, folder), preset)
 
 
 @pytest.mark.slow
-def test_adapters_of_what_ranks_share(folder: Path) -> None:
-    run_ranks(adapted, 2, checkpoint("llama", folder), checkpoint("qwen3_moe", folder))
+def test_adapters_of_sliced_layers_are_refused(folder: Path) -> None:
+    run_ranks(check_adapters, 2, checkpoint("llama", folder), checkpoint("qwen3_moe", folder))
 
 
-def adapted(path: Path, mixture: Path) -> None:
+def check_adapters(path: Path, mixture: Path) -> None:
     from peft import LoraConfig, get_peft_model
 
     for stage in (2, 3):
@@ -85,14 +87,14 @@ def adapted(path: Path, mixture: Path) -> None:
 
 @pytest.mark.slow
 def test_an_engine_with_other_slices_than_the_load_is_refused(folder: Path) -> None:
-    run_ranks(initialize_otherwise, SHARING, checkpoint("qwen3", folder))
+    run_ranks(check_other_slices, TENSOR_PARALLEL, checkpoint("qwen3", folder))
 
 
-def initialize_otherwise(path: Path) -> None:
+def check_other_slices(path: Path) -> None:
     import deepspeed
 
     case = Case(path, 2)
-    model, config = loaded(case), config_of(case)
+    model, config = load_case(case), config_of(case)
     for section, text in (
         ({"autotp_size": 1}, "loaded with tensor_parallel=2"),
         ({"autotp_size": 2, "preset_model": "qwen2"}, "another preset_model"),

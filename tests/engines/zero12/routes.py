@@ -1,4 +1,4 @@
-"""The stock way into ZeRO stages 1 and 2, ours, and what the two leave behind: everything to the bit."""
+"""Start ZeRO stages 1 and 2 by DeepSpeed's stock route and by ours."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,17 +10,17 @@ from torch import nn
 
 import zerostart
 
-#: Parameters of a module "head", which was added, are groups of their own.
-APART = ", the head apart"
-#: Smaller than that of any model used.
+#: Suffix of ``Case.groups``: the added module "head" has separate groups.
+HEAD_SEPARATE = ", head separate"
+#: Smaller than any model's vocabulary.
 VOCABULARY = 80
-#: By name, lists of tensors or floats.
+#: Lists of tensors or floats, by name.
 State = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One configuration: ``zero`` and ``top`` of DeepSpeed, and how the client groups its parameters."""
+    """DeepSpeed's configuration (``zero``: ZeRO section; ``top``: other keys) and the client's groups."""
 
     stage: int = 2
     bf16: bool = True
@@ -32,7 +32,7 @@ class Case:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the parameters."""
+        """Dtype of the parameters."""
         return torch.float16 if self.fp16 else torch.bfloat16 if self.bf16 else torch.float32
 
 
@@ -88,7 +88,7 @@ CASES = {
 
 
 def available(cases: Mapping[str, Case]) -> list[str]:
-    """The names of those that DeepSpeed's accelerator has a dtype for on this machine; call it in a rank."""
+    """List the cases whose dtype DeepSpeed supports here; call it in a rank."""
     from deepspeed.accelerator import get_accelerator
 
     supported = get_accelerator().supported_dtypes()
@@ -107,33 +107,33 @@ def config_of(case: Case) -> dict[str, Any]:
     }
 
 
-def grouped(model: nn.Module, how: str) -> list[dict[str, Any]]:
-    """Parameter groups of the client's optimizer."""
-    if how.endswith(APART):
+def parameter_groups(model: nn.Module, how: str) -> list[dict[str, Any]]:
+    """Return the parameter groups of the client's optimizer."""
+    if how.endswith(HEAD_SEPARATE):
         head = {id(p) for p in model.get_submodule("head").parameters()}
-        groups = grouped(model, how.removesuffix(APART))
+        groups = parameter_groups(model, how.removesuffix(HEAD_SEPARATE))
         return [
-            {**group, "params": [p for p in group["params"] if (id(p) in head) == apart]}
+            {**group, "params": [p for p in group["params"] if (id(p) in head) == in_head]}
             for group in groups
-            for apart in (False, True)
+            for in_head in (False, True)
         ]
     named = list(model.named_parameters())
     if how == "frozen":
         for _, parameter in named[::3]:
             parameter.requires_grad_(False)
-    kept = [(name, p) for name, p in named if p.requires_grad]
+    trainable = [(name, p) for name, p in named if p.requires_grad]
     if how in ("one", "frozen"):
-        return [{"params": [p for _, p in kept]}]
+        return [{"params": [p for _, p in trainable]}]
     if how == "shuffled":
-        order = torch.randperm(len(kept), generator=torch.Generator().manual_seed(5)).tolist()
-        thirds = [[kept[i][1] for i in order[start::3]] for start in range(3)]
+        order = torch.randperm(len(trainable), generator=torch.Generator().manual_seed(5)).tolist()
+        thirds = [[trainable[i][1] for i in order[start::3]] for start in range(3)]
         return [{"params": third, "lr": 1e-3 * (n + 1)} for n, third in enumerate(thirds)]
-    decayed = [p for name, p in kept if p.ndim > 1]
-    return [{"params": decayed, "weight_decay": 0.1}, {"params": [p for _, p in kept if p.ndim == 1]}]
+    decayed = [p for name, p in trainable if p.ndim > 1]
+    return [{"params": decayed, "weight_decay": 0.1}, {"params": [p for _, p in trainable if p.ndim == 1]}]
 
 
 def stock(path: Path, case: Case) -> nn.Module:
-    """Transformers' own load, on every rank."""
+    """Load with transformers on every rank."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(path, dtype=case.dtype)
@@ -151,14 +151,14 @@ def ours(path: Path, case: Case, **options: Any) -> nn.Module:
     )
 
 
-def started(model: nn.Module, case: Case) -> Any:
+def start_engine(model: nn.Module, case: Case) -> Any:
     import deepspeed
 
-    optimizer = torch.optim.AdamW(grouped(model, case.groups), lr=1e-3)
+    optimizer = torch.optim.AdamW(parameter_groups(model, case.groups), lr=1e-3)
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config_of(case))[0]
 
 
-#: Of BF16_Optimizer, of DeepSpeedZeroOptimizer, and of FP16_Optimizer, which stage 0 has.
+#: Attributes of BF16_Optimizer, of DeepSpeedZeroOptimizer, and of FP16_Optimizer (stage 0).
 _BUFFERS = (
     *("bf16_groups_flat", "fp32_groups_flat_partition", "group_paddings"),
     *("bit16_groups_flat", "single_partition_of_fp32_groups", "groups_padding"),
@@ -167,50 +167,50 @@ _BUFFERS = (
 
 
 def state_of(engine: Any) -> State:
-    """Flat buffers, partitions, masters and padding of the engine, copied."""
+    """Copy the engine's flat buffers, partitions, masters and padding."""
     o = engine.optimizer
-    found: State = {"kind": type(o).__name__}
+    state: State = {"kind": type(o).__name__}
     for name in _BUFFERS:
         if hasattr(o, name):
-            found[name] = [v.detach().clone() if torch.is_tensor(v) else v for v in getattr(o, name)]
-    found["parameters"] = [p.detach().clone() for p in engine.module.parameters()]
-    found["buffers"] = [b.detach().clone() for b in engine.module.buffers()]
-    return found
+            state[name] = [v.detach().clone() if torch.is_tensor(v) else v for v in getattr(o, name)]
+    state["parameters"] = [p.detach().clone() for p in engine.module.parameters()]
+    state["buffers"] = [b.detach().clone() for b in engine.module.buffers()]
+    return state
 
 
 def losses(engine: Any, steps: int = 5) -> list[float]:
-    found = []
+    values = []
     for step in range(steps):
         generator = torch.Generator().manual_seed(100 * step + engine.global_rank)
         ids = torch.randint(3, VOCABULARY, (2, 8), generator=generator)
         loss = engine(input_ids=ids, labels=ids, use_cache=False).loss
         engine.backward(loss)
         engine.step()
-        found.append(loss.item())
-    return found
+        values.append(loss.item())
+    return values
 
 
-def followed(model: nn.Module, case: Case) -> State:
-    """Start the engine, look, train, look again."""
-    engine = started(model.train(), case)
+def trace_training(model: nn.Module, case: Case) -> State:
+    """Return the engine's state before and after a training, with the losses."""
+    engine = start_engine(model.train(), case)
     before = state_of(engine)
-    found = {f"start {key}": value for key, value in before.items()}
-    found["losses"] = losses(engine)
-    found |= {f"end {key}": value for key, value in state_of(engine).items()}
+    trace = {f"start {key}": value for key, value in before.items()}
+    trace["losses"] = losses(engine)
+    trace |= {f"end {key}": value for key, value in state_of(engine).items()}
     engine.destroy()
-    return found
+    return trace
 
 
-def differing(found: State, wanted: State) -> list[str]:
-    """The keys of what is not the same to the bit."""
-    return sorted(found.keys() ^ wanted.keys()) + [
-        key for key in found.keys() & wanted.keys() if not _same(found[key], wanted[key])
+def differing_keys(actual: State, expected: State) -> list[str]:
+    """List the keys whose values are not equal bit for bit."""
+    return sorted(actual.keys() ^ expected.keys()) + [
+        key for key in actual.keys() & expected.keys() if not _equal(actual[key], expected[key])
     ]
 
 
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, list):
-        return len(one) == len(other) and all(map(_same, one, other))
-    if torch.is_tensor(one):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    return bool(one == other)
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(_equal, a, b))
+    if torch.is_tensor(a):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    return bool(a == b)

@@ -1,4 +1,4 @@
-"""The optimizer that a script makes stays its own where DeepSpeed needs experts in groups of their own."""
+"""A script's own optimizer and scheduler keep working when experts get separate parameter groups."""
 
 import itertools
 from pathlib import Path
@@ -20,35 +20,41 @@ CONFIG = {
 }
 
 
-def fixed(step: int) -> float:
-    """Learns in the first step alone."""
+def first_step_only(step: int) -> float:
     return float(step == 0)
 
 
-def started(path: Path, how: str) -> tuple[Any, Any]:
-    """The engine, and the scheduler where the script steps it itself."""
+def start_engine(path: Path, how: str) -> tuple[Any, Any]:
+    """Return the engine, and the scheduler if the script steps it itself."""
     import deepspeed
 
     model = zerostart.load(path, zero_stage=2, engine_config=CONFIG, expert_parallel=2, progress=False)
-    kept = list(model.parameters())
-    groups = [{"params": kept[1::2], "weight_decay": 0.1}, {"params": kept[::2]}]
-    options: dict[str, Any] = {"config": CONFIG, "model": model}
+    parameters = list(model.parameters())
+    groups = [{"params": parameters[1::2], "weight_decay": 0.1}, {"params": parameters[::2]}]
+    arguments: dict[str, Any] = {"config": CONFIG, "model": model}
     scheduler = None
     if how == "of the engine":
         section = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}}
-        options |= {"config": CONFIG | section, "model_parameters": groups}
-        options["lr_scheduler"] = lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, fixed)
+        arguments |= {"config": CONFIG | section, "model_parameters": groups}
+        arguments["lr_scheduler"] = lambda optimizer: torch.optim.lr_scheduler.LambdaLR(
+            optimizer, first_step_only
+        )
     elif how == "a function":
-        options |= {"optimizer": lambda given: torch.optim.AdamW(given, lr=1e-2), "model_parameters": kept}
-        options["lr_scheduler"] = lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, fixed)
+        arguments |= {
+            "optimizer": lambda params: torch.optim.AdamW(params, lr=1e-2),
+            "model_parameters": parameters,
+        }
+        arguments["lr_scheduler"] = lambda optimizer: torch.optim.lr_scheduler.LambdaLR(
+            optimizer, first_step_only
+        )
     else:
         optimizer = torch.optim.AdamW(groups, lr=1e-2)
         groups = list(optimizer.param_groups)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, fixed)
-        options["optimizer"] = optimizer
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, first_step_only)
+        arguments["optimizer"] = optimizer
         if how == "given":
-            options["lr_scheduler"], scheduler = scheduler, None
-    engine, *_ = deepspeed.initialize(**options)
+            arguments["lr_scheduler"], scheduler = scheduler, None
+    engine, *_ = deepspeed.initialize(**arguments)
     if how in ("given", "by hand"):
         assert all(a is b for a, b in zip(optimizer.param_groups, groups, strict=True))
     return engine, scheduler
@@ -58,11 +64,11 @@ def weights(engine: Any) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in engine.module.named_parameters()}
 
 
-def scheduled(path: Path, how: str) -> None:
+def check_schedule(path: Path, how: str) -> None:
     before = dict(vars(torch.optim.Optimizer))
-    engine, scheduler = started(path, how)
+    engine, scheduler = start_engine(path, how)
     generator = torch.Generator().manual_seed(dist.get_rank())
-    seen = [weights(engine)]
+    snapshots = [weights(engine)]
     for _ in range(3):
         tokens = torch.randint(3, VOCABULARY, (1, 8), generator=generator)
         engine.backward(engine(input_ids=tokens, labels=tokens, use_cache=False).loss)
@@ -70,22 +76,22 @@ def scheduled(path: Path, how: str) -> None:
         if scheduler is not None:
             scheduler.step()
         assert set(engine.get_lr()) == {0.0}
-        seen.append(weights(engine))
-    moved = [[n for n in a if not torch.equal(a[n], b[n])] for a, b in itertools.pairwise(seen)]
-    assert any("experts" in name for name in moved[0])
-    assert any("experts" not in name for name in moved[0])
-    assert moved[1:] == [[], []]
+        snapshots.append(weights(engine))
+    changes = [[n for n in a if not torch.equal(a[n], b[n])] for a, b in itertools.pairwise(snapshots)]
+    assert any("experts" in name for name in changes[0])
+    assert any("experts" not in name for name in changes[0])
+    assert changes[1:] == [[], []]
     assert sum(bool(group.get("moe")) for group in engine.optimizer.param_groups) >= 1
     assert dict(vars(torch.optim.Optimizer)) == before
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["given", "by hand"])
-def test_a_scheduler_on_the_clients_optimizer_reaches_experts_and_the_rest(how: str, tmp_path: Path) -> None:
-    run_ranks(scheduled, 2, checkpoint("mixtral", tmp_path), how)
+def test_a_scheduler_on_the_clients_optimizer_reaches_all_parameters(how: str, tmp_path: Path) -> None:
+    run_ranks(check_schedule, 2, checkpoint("mixtral", tmp_path), how)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["a function", "of the engine"])
-def test_a_scheduler_made_by_the_engine_reaches_experts_and_the_rest(how: str, tmp_path: Path) -> None:
-    run_ranks(scheduled, 2, checkpoint("mixtral", tmp_path), how)
+def test_a_scheduler_made_by_the_engine_reaches_all_parameters(how: str, tmp_path: Path) -> None:
+    run_ranks(check_schedule, 2, checkpoint("mixtral", tmp_path), how)

@@ -1,4 +1,4 @@
-"""Experts of DeepSpeed's ``MoE`` at stages 1 and 2: flattened over the ranks that share them."""
+"""Experts of DeepSpeed's ``MoE`` at stages 1 and 2, flattened over their ranks."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +25,7 @@ CASES = {
 
 
 class Mixture(nn.Module):
-    """Called like a language model, with a mixture whose experts are spread over ``ranks`` ranks."""
+    """Model with a language model's signature and experts spread over ``ranks`` ranks."""
 
     def __init__(self, ranks: int) -> None:
         from deepspeed.moe.layer import MoE
@@ -44,19 +44,19 @@ class Mixture(nn.Module):
         return SimpleNamespace(loss=loss + 0.01 * balance)
 
 
-def stored(ranks: int, share: int) -> dict[str, torch.Tensor]:
-    """A state dict, the same on the ranks with the same ``share`` of the experts."""
+def random_state(ranks: int, share: int) -> dict[str, torch.Tensor]:
+    """Return a state dict that depends on the ``share`` of the experts."""
     with torch.device("meta"):
         shapes = {name: p.shape for name, p in Mixture(ranks).named_parameters()}
-    found = {}
+    tensors = {}
     for number, (name, shape) in enumerate(shapes.items()):
-        place = number + (1000 * (1 + share) if "experts" in name else 0)
-        generator = torch.Generator().manual_seed(place)
-        found[name] = torch.randn(shape, generator=generator) * 0.3
-    return found
+        seed = number + (1000 * (1 + share) if "experts" in name else 0)
+        generator = torch.Generator().manual_seed(seed)
+        tensors[name] = torch.randn(shape, generator=generator) * 0.3
+    return tensors
 
 
-def groups(model: nn.Module) -> list[dict[str, Any]]:
+def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
     from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 
     named = list(model.named_parameters())
@@ -68,33 +68,33 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
     )
 
 
-def started(model: nn.Module, case: Case) -> Any:
+def start_engine(model: nn.Module, case: Case) -> Any:
     import deepspeed
 
-    optimizer = torch.optim.AdamW(groups(model), lr=1e-2)
+    optimizer = torch.optim.AdamW(parameter_groups(model), lr=1e-2)
     config = routes.config_of(case)
     return deepspeed.initialize(model=model.train(), optimizer=optimizer, config=config)[0]
 
 
-def followed(model: nn.Module, case: Case) -> dict[str, Any]:
-    engine = started(model, case)
-    found = {f"start {key}": value for key, value in routes.state_of(engine).items()}
-    found["losses"] = routes.losses(engine)
-    found |= {f"end {key}": value for key, value in routes.state_of(engine).items()}
+def trace_training(model: nn.Module, case: Case) -> dict[str, Any]:
+    engine = start_engine(model, case)
+    trace = {f"start {key}": value for key, value in routes.state_of(engine).items()}
+    trace["losses"] = routes.losses(engine)
+    trace |= {f"end {key}": value for key, value in routes.state_of(engine).items()}
     engine.destroy()
-    return found
+    return trace
 
 
 def compare(ranks: int) -> dict[str, list[str]]:
     import deepspeed
 
     deepspeed.init_distributed(dist_backend="gloo", dist_init_required=False)
-    state = stored(ranks, dist.get_rank() % ranks)
-    found = {}
+    state = random_state(ranks, dist.get_rank() % ranks)
+    lines_by_case = {}
     for name, case in CASES.items():
         model: nn.Module = Mixture(ranks)
         model.load_state_dict(state)
-        wanted = followed(model.to(case.dtype), case)
+        expected = trace_training(model.to(case.dtype), case)
         with torch.device("meta"):
             model = Mixture(ranks)
         model = zerostart.load(
@@ -106,11 +106,11 @@ def compare(ranks: int) -> dict[str, list[str]]:
             fp32_masters=False,
             progress=False,
         )
-        born = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        found[name] = routes.differing(followed(model, case), wanted)
-        if {p.untyped_storage().data_ptr() for p in model.parameters()} != born or len(born) != 2:
-            found[name].append("the parameters have left the buffers that they were born in")
-    return found
+        loaded_at = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        lines_by_case[name] = routes.differing_keys(trace_training(model, case), expected)
+        if {p.untyped_storage().data_ptr() for p in model.parameters()} != loaded_at or len(loaded_at) != 2:
+            lines_by_case[name].append("the parameters have left the buffers that they were loaded into")
+    return lines_by_case
 
 
 @pytest.mark.slow
@@ -118,6 +118,6 @@ def compare(ranks: int) -> dict[str, list[str]]:
     ("world_size", "ranks"),
     [(2, 1), (4, 2), (2, 2)],
 )
-def test_experts_start_as_on_the_stock_route(world_size: int, ranks: int) -> None:
-    for found in run_ranks(compare, world_size, ranks, timeout=280):
-        assert not {name: lines for name, lines in found.items() if lines}
+def test_experts_train_like_the_stock_route(world_size: int, ranks: int) -> None:
+    for lines_by_case in run_ranks(compare, world_size, ranks, timeout=280):
+        assert not {name: lines for name, lines in lines_by_case.items() if lines}

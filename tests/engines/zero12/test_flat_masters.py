@@ -1,4 +1,4 @@
-"""fp32 masters at stages 1 and 2 start from what the checkpoint stores in fp32."""
+"""fp32 masters at stages 1 and 2 start from the checkpoint's fp32 values."""
 
 from itertools import accumulate
 from pathlib import Path
@@ -25,7 +25,7 @@ NAMES = [
 Tensors = dict[str, torch.Tensor]
 
 
-def stored(path: Path) -> Tensors:
+def stored_tensors(path: Path) -> Tensors:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
@@ -33,9 +33,9 @@ def stored(path: Path) -> Tensors:
 
 
 def masters_in(engine: Any) -> Tensors:
-    """The masters of all ranks, put together.
+    """Join the masters of all ranks.
 
-    DeepSpeed's ``safe_get_full_fp32_param`` looks at the wrong place with ``round_robin_gradients``.
+    DeepSpeed's ``safe_get_full_fp32_param`` reads a wrong offset with ``round_robin_gradients``.
     """
     o, names = engine.optimizer, {id(p): name for name, p in engine.module.named_parameters()}
     if hasattr(o, "bf16_groups"):
@@ -44,76 +44,80 @@ def masters_in(engine: Any) -> Tensors:
     else:
         groups, partitions = o.round_robin_bit16_groups, o.single_partition_of_fp32_groups
         ends = o.round_robin_bit16_offsets
-    found = {}
+    masters = {}
     for group, offsets, partition in zip(groups, ends, partitions, strict=True):
         parts = [torch.empty_like(partition) for _ in range(dist.get_world_size())]
         dist.all_gather(parts, partition.detach().clone())
         flat = torch.cat(parts)
         for parameter, offset in zip(group, offsets, strict=False):
-            found[names[id(parameter)]] = flat[offset : offset + parameter.numel()].view(parameter.shape)
-    return found
+            masters[names[id(parameter)]] = flat[offset : offset + parameter.numel()].view(parameter.shape)
+    return masters
 
 
-def unlike(found: Tensors, wanted: Tensors) -> list[str]:
-    return [name for name, tensor in found.items() if not torch.equal(tensor, wanted[name])]
+def differing_names(actual: Tensors, expected: Tensors) -> list[str]:
+    return [name for name, tensor in actual.items() if not torch.equal(tensor, expected[name])]
 
 
-def check(path: Path) -> dict[str, list[str]]:
-    full = stored(path)
+def check_masters(path: Path) -> dict[str, list[str]]:
+    full = stored_tensors(path)
     lines = {}
     for name in NAMES:
         model = routes.ours(path, CASES[name])
-        engine = routes.started(model, CASES[name])
+        engine = routes.start_engine(model, CASES[name])
         trained = [p.requires_grad for p in model.parameters()]
-        lines[name] = unlike(masters_in(engine), full)
-        lines[name] += unlike({n: p.detach() for n, p in model.named_parameters()}, halved(full))
+        lines[name] = differing_names(masters_in(engine), full)
+        lines[name] += differing_names(
+            {n: p.detach() for n, p in model.named_parameters()}, round_to_bf16(full)
+        )
         if len(masters_in(engine)) != sum(trained):
             lines[name].append("masters are missing")
         engine.destroy()
     case = CASES["decay"]
-    wanted = routes.followed(routes.stock(path, case), case)
-    lines["rounded"] = routes.differing(
-        routes.followed(routes.ours(path, case, fp32_masters=False), case), wanted
+    expected = routes.trace_training(routes.stock(path, case), case)
+    lines["rounded"] = routes.differing_keys(
+        routes.trace_training(routes.ours(path, case, fp32_masters=False), case), expected
     )
     model = routes.ours(path, case)
     with torch.no_grad():
         for parameter in list(model.parameters())[::2]:
             parameter.mul_(2)
-    engine = routes.started(model, case)
+    engine = routes.start_engine(model, case)
     every_other = dict(list(full.items())[::2])
-    lines["changed"] = unlike(
-        masters_in(engine), full | {n: t * 2 for n, t in halved(every_other, torch.float32).items()}
+    lines["changed"] = differing_names(
+        masters_in(engine), full | {n: t * 2 for n, t in round_to_bf16(every_other, torch.float32).items()}
     )
     engine.destroy()
     return lines
 
 
-def halved(full: Tensors, dtype: torch.dtype = torch.bfloat16) -> Tensors:
+def round_to_bf16(full: Tensors, dtype: torch.dtype = torch.bfloat16) -> Tensors:
     return {name: tensor.to(torch.bfloat16).to(dtype) for name, tensor in full.items()}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_masters_are_what_the_checkpoint_stores(world_size: int, checkpoints: TinyCheckpoints) -> None:
+def test_masters_have_the_stored_values(world_size: int, checkpoints: TinyCheckpoints) -> None:
     path = checkpoints("qwen3_moe_aligned", torch.float32, sharded=True)
-    for found in run_ranks(check, world_size, path, timeout=240):
-        assert not {name: lines for name, lines in found.items() if lines}
+    for lines_by_case in run_ranks(check_masters, world_size, path, timeout=240):
+        assert not {name: lines for name, lines in lines_by_case.items() if lines}
 
 
 @pytest.mark.slow
 def test_a_model_with_modules_kept_in_fp32(checkpoints: TinyCheckpoints) -> None:
-    """DeepSpeed casts them: buffers are equal to the stock route's, and masters have the stored values."""
+    """DeepSpeed casts them: buffers equal the stock route's, and masters have the stored values."""
     path = checkpoints("flint", torch.float32)
-    for lines in run_ranks(check_kept, 2, path, timeout=120):
+    for lines in run_ranks(check_fp32_modules, 2, path, timeout=120):
         assert lines == []
 
 
-def check_kept(path: Path) -> list[str]:
+def check_fp32_modules(path: Path) -> list[str]:
     case = CASES["stage 2, exchanged"]
-    wanted = routes.followed(routes.stock(path, case), case)
-    lines = routes.differing(routes.followed(routes.ours(path, case, fp32_masters=False), case), wanted)
+    expected = routes.trace_training(routes.stock(path, case), case)
+    lines = routes.differing_keys(
+        routes.trace_training(routes.ours(path, case, fp32_masters=False), case), expected
+    )
     model = routes.ours(path, case)
-    engine = routes.started(model, case)
-    lines += unlike(masters_in(engine), stored(path))
+    engine = routes.start_engine(model, case)
+    lines += differing_names(masters_in(engine), stored_tensors(path))
     engine.destroy()
     return lines

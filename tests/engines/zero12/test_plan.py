@@ -1,4 +1,4 @@
-"""The plan of stages 1 and 2 tells the truth, who reads what, and what cannot be served is refused."""
+"""Compare plans and loads of stages 1 and 2, and check refused settings."""
 
 from pathlib import Path
 from typing import Any
@@ -15,21 +15,21 @@ from tests.tiny import TinyCheckpoints
 from zerostart.errors import ConfigError
 
 
-def read(path: Path, exchange: bool, dtype: torch.dtype | None) -> tuple[int, int, list[str]]:
-    """Bytes read on this rank and got from others, and the parameters that differ from the unsharded load."""
+def load_and_compare(path: Path, exchange: bool, dtype: torch.dtype | None) -> tuple[int, int, list[str]]:
+    """Return bytes read, bytes received, and names of wrong parameters."""
     model = zerostart.load(path, zero_stage=2, exchange=exchange, dtype=dtype, progress=False)
     from transformers import AutoModelForCausalLM
 
-    wanted = AutoModelForCausalLM.from_pretrained(path, dtype=dtype or torch.bfloat16)
+    expected = AutoModelForCausalLM.from_pretrained(path, dtype=dtype or torch.bfloat16)
     wrong = [
         n
-        for (n, p), q in zip(model.named_parameters(), wanted.parameters(), strict=True)
+        for (n, p), q in zip(model.named_parameters(), expected.parameters(), strict=True)
         if p.dtype != q.dtype or not torch.equal(p, q)
     ]
-    made = zerostart.report(model)
-    assert ("gathered from all" in str(made)) == exchange
-    assert "as requested" not in str(made) or exchange is False
-    return made.read_bytes, made.exchanged_bytes, wrong
+    report = zerostart.report(model)
+    assert ("gathered from all" in str(report)) == exchange
+    assert "as requested" not in str(report) or exchange is False
+    return report.read_bytes, report.exchanged_bytes, wrong
 
 
 @pytest.mark.slow
@@ -42,29 +42,28 @@ def test_bytes_are_as_planned(
 ) -> None:
     path = checkpoints(kind, torch.bfloat16, sharded=True)
     plan = zerostart.plan(path, world_size=3, zero_stage=2, exchange=exchange, dtype=dtype)
-    found = run_ranks(read, 3, path, exchange, dtype)
-    assert [wrong for _, _, wrong in found] == [[], [], []]
-    assert [nbytes for nbytes, _, _ in found] == [rank.read_bytes for rank in plan.ranks]
-    got = [nbytes for _, nbytes, _ in found]
-    assert got == (list(plan.exchanged_bytes) or [0, 0, 0])
+    results = run_ranks(load_and_compare, 3, path, exchange, dtype)
+    assert [wrong for _, _, wrong in results] == [[], [], []]
+    assert [nbytes for nbytes, _, _ in results] == [rank.read_bytes for rank in plan.ranks]
+    received = [nbytes for _, nbytes, _ in results]
+    assert received == (list(plan.exchanged_bytes) or [0, 0, 0])
     whole = plan.checkpoint_bytes * (2 if dtype == torch.float32 else 1)
-    assert all(nbytes == pytest.approx(2 / 3 * whole * exchange, rel=0.01) for nbytes in got)
-    alone = [
+    assert all(nbytes == pytest.approx(2 / 3 * whole * exchange, rel=0.01) for nbytes in received)
+    rank_plans = [
         zerostart.plan(path, world_size=3, zero_stage=2, exchange=exchange, dtype=dtype, rank=r).ranks[0]
         for r in range(3)
     ]
-    assert [a.read_bytes for a in alone] == [rank.read_bytes for rank in plan.ranks]
-    together = sum(rank.read_bytes for rank in plan.ranks)
+    assert [rank.read_bytes for rank in rank_plans] == [rank.read_bytes for rank in plan.ranks]
+    total_read = sum(rank.read_bytes for rank in plan.ranks)
     if exchange:
-        assert together <= 1.05 * plan.checkpoint_bytes
+        assert total_read <= 1.05 * plan.checkpoint_bytes
     else:
-        assert together == pytest.approx(3 * plan.checkpoint_bytes, rel=0.01)
-    held = plan.checkpoint_bytes * (2 if dtype == torch.float32 else 1)
-    assert all(held <= rank.device_bytes for rank in plan.ranks)
+        assert total_read == pytest.approx(3 * plan.checkpoint_bytes, rel=0.01)
+    assert all(whole <= rank.device_bytes for rank in plan.ranks)
 
 
-def missing(path: Path, exchange: bool) -> list[torch.Tensor]:
-    """Parameters of a model with a head that the checkpoint lacks."""
+def load_with_head(path: Path, exchange: bool) -> list[torch.Tensor]:
+    """Return the parameters of a model with a head that the checkpoint lacks."""
     torch.manual_seed(11 + dist.get_rank())
     model = zerostart.load(
         path, model=model_with_head(), zero_stage=1, exchange=exchange, progress=False, strict=False
@@ -79,16 +78,16 @@ def model_with_head() -> Any:
 
 
 @pytest.mark.slow
-def test_what_is_missing_is_initialised_alike_on_all_ranks(checkpoints: TinyCheckpoints) -> None:
+def test_missing_tensors_are_initialised_alike_on_all_ranks(checkpoints: TinyCheckpoints) -> None:
     path = checkpoints("qwen3", torch.float32)
     torch.manual_seed(11)
-    wanted = list(model_with_head().from_pretrained(path).parameters())
+    expected = list(model_with_head().from_pretrained(path).parameters())
     for exchange in (False, True):
-        for parameters in run_ranks(missing, 2, path, exchange):
-            assert all(torch.equal(a, b) for a, b in zip(parameters, wanted, strict=True))
+        for parameters in run_ranks(load_with_head, 2, path, exchange):
+            assert all(torch.equal(a, b) for a, b in zip(parameters, expected, strict=True))
 
 
-def refused(path: Path) -> None:
+def load_for_another_stage(path: Path) -> None:
     zerostart.load(path, zero_stage=1, engine_config={"zero_optimization": {"stage": 2}}, progress=False)
 
 
@@ -99,13 +98,13 @@ def test_contradictions_are_refused(checkpoints: TinyCheckpoints) -> None:
         zerostart.plan(path, world_size=2, zero_stage=0, expert_parallel=2)
     with pytest.raises(ConfigError, match="zero_stage=4 is not available on deepspeed"):
         zerostart.plan(path, world_size=2, zero_stage=4)
-    for outcome in rank_outcomes(refused, 2, path):
+    for outcome in rank_outcomes(load_for_another_stage, 2, path):
         assert outcome.error == "zerostart.errors.EngineError"
         assert "asks for ZeRO stage 2, but the load for stage 1" in outcome.message
 
 
-def alone() -> bool:
-    """A process without a launcher or a process group."""
+def train_without_launcher() -> bool:
+    """Load and train in a process without a launcher or a process group."""
     model = zerostart.load(
         {"weight": torch.ones(2, 3), "bias": torch.zeros(2)},
         model=lambda: nn.Linear(3, 2),
@@ -121,6 +120,6 @@ def alone() -> bool:
 
 
 @pytest.mark.slow
-def test_a_single_process() -> None:
-    (outcome,) = rank_outcomes(alone, 1, process_group=False)
+def test_a_single_process_trains() -> None:
+    (outcome,) = rank_outcomes(train_without_launcher, 1, process_group=False)
     assert outcome.value is True, outcome.describe()

@@ -1,4 +1,4 @@
-"""ZeRO stages 1 and 2 from our load and from the stock route: buffers, masters and losses to the bit."""
+"""Compare ZeRO stages 1 and 2 with DeepSpeed's stock start, bit for bit."""
 
 import logging
 from pathlib import Path
@@ -15,19 +15,19 @@ from tests.tiny import TinyCheckpoints
 
 
 def compare(path: Path, names: list[str]) -> dict[str, list[str]]:
-    """Both routes for each case, with where the flat buffers of ours lie."""
-    found = {}
+    """Compare both routes for each case, and where our parameters lie."""
+    lines_by_case = {}
     for name in routes.available({name: CASES[name] for name in names}):
         case = CASES[name]
-        wanted = routes.followed(routes.stock(path, case), case)
+        expected = routes.trace_training(routes.stock(path, case), case)
         model = routes.ours(path, case)
-        born = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        lines = routes.differing(routes.followed(model, case), wanted)
-        here = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        if here != born or len(here) != 1:
-            lines.append("the parameters have left the buffer that they were born in")
-        found[name] = lines
-    return found
+        loaded_at = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        lines = routes.differing_keys(routes.trace_training(model, case), expected)
+        trained_at = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        if trained_at != loaded_at or len(trained_at) != 1:
+            lines.append("the parameters have left the buffer that they were loaded into")
+        lines_by_case[name] = lines
+    return lines_by_case
 
 
 @pytest.mark.parametrize(
@@ -37,15 +37,15 @@ def compare(path: Path, names: list[str]) -> dict[str, list[str]]:
         *(pytest.param(size, [*CASES], marks=pytest.mark.slow) for size in (1, 2, 3)),
     ],
 )
-def test_every_option_is_as_the_stock_route(
+def test_every_option_equals_the_stock_route(
     world_size: int, names: list[str], checkpoints: TinyCheckpoints
 ) -> None:
     path = checkpoints("qwen3_moe_aligned", torch.bfloat16, sharded=True)
-    for found in run_ranks(compare, world_size, path, names, timeout=400):
-        assert not {name: lines for name, lines in found.items() if lines}
+    for lines_by_case in run_ranks(compare, world_size, path, names, timeout=400):
+        assert not {name: lines for name, lines in lines_by_case.items() if lines}
 
 
-# Options that the construction does not know take the stock route, with one warning that says so.
+# Options that zerostart does not support use the stock route, with one warning.
 
 
 ZENFLOW = Case(
@@ -57,28 +57,28 @@ ZENFLOW = Case(
 )
 
 
-def with_zenflow(model: nn.Module) -> dict[str, Any]:
-    """What the engine starts with; that ZenFlow can train a model as small is not to be expected."""
-    engine = routes.started(model.train(), ZENFLOW)
-    found = routes.state_of(engine)
+def state_with_zenflow(model: nn.Module) -> dict[str, Any]:
+    """Return the engine's state at its start."""
+    engine = routes.start_engine(model.train(), ZENFLOW)
+    state = routes.state_of(engine)
     engine.destroy()
-    return found
+    return state
 
 
-def check(path: Path) -> list[str]:
+def check_zenflow(path: Path) -> list[str]:
     records: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("zerostart").addHandler(handler)
-    wanted = with_zenflow(routes.stock(path, ZENFLOW))
+    expected = state_with_zenflow(routes.stock(path, ZENFLOW))
     lines = [f"stock warns: {record}" for record in records]
-    lines += routes.differing(with_zenflow(routes.ours(path, ZENFLOW)), wanted)
+    lines += routes.differing_keys(state_with_zenflow(routes.ours(path, ZENFLOW)), expected)
     if len(records) != 1 or "ZenFlow orders parameters in its own way" not in records[0]:
         lines.append(f"warnings: {records}")
     return lines
 
 
 @pytest.mark.slow
-def test_zenflow(checkpoints: TinyCheckpoints) -> None:
+def test_zenflow_uses_the_stock_route(checkpoints: TinyCheckpoints) -> None:
     path = checkpoints("qwen3_moe_aligned", torch.bfloat16)
-    assert run_ranks(check, 2, path, timeout=120) == [[], []]
+    assert run_ranks(check_zenflow, 2, path, timeout=120) == [[], []]
