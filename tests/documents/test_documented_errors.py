@@ -1,15 +1,24 @@
 """Check that the errors page has a section for each class and each situation."""
 
+import ast
 import copy
 import pickle
 import re
+from pathlib import Path
 
 import pytest
 
+import zerostart
 from tests.documents.blocks import DOCS, REPOSITORY
 from zerostart import errors
 
 PAGE = (DOCS / "errors.md").read_text()
+QUOTES = re.findall(r"^```text\n\w+: (.*)$", PAGE, re.MULTILINE)
+#: Values in the quotes: words of other libraries and of the system, a phase, quoted names.
+VALUES = re.compile(
+    r"Tensor\.item\(\) cannot be called on meta tensors|No module named|Permission denied|"
+    r"No space left on device|\bloading\b|'[^']*'"
+)
 CLASSES = [getattr(errors, name) for name in errors.__all__]
 
 
@@ -37,3 +46,28 @@ def test_an_error_links_to_its_section_and_says_so_once(kind: type[errors.Zerost
 
 def test_the_notes_name_the_page() -> None:
     assert REPOSITORY / errors.HELP == DOCS / "errors.md"
+
+
+@pytest.fixture(scope="module")
+def literals() -> set[str]:
+    """Parts of texts in the sources, of several words."""
+    found: set[str] = set()
+    for path in Path(zerostart.__file__).parent.rglob("*.py"):
+        nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        texts = {
+            node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        }
+        found |= {text for text in texts if len(text) > 4 and " " in text}
+    return found
+
+
+@pytest.mark.parametrize("quote", QUOTES, ids=lambda quote: quote[:40])
+def test_quotes_are_texts_of_the_sources(quote: str, literals: set[str]) -> None:
+    covered = [False] * len(quote)
+    for part in literals:
+        for match in re.finditer(re.escape(part), quote):
+            covered[match.start() : match.end()] = [True] * len(part)
+    for match in VALUES.finditer(quote):
+        covered[match.start() : match.end()] = [True] * len(match[0])
+    rest = "".join(" " if done else letter for letter, done in zip(quote, covered, strict=True))
+    assert re.findall(r"(?<![\w./=:(])[a-z]{4,}(?![\w./=:(])", rest) == []
