@@ -39,7 +39,7 @@ def check_refusal(model: nn.Module, family: Any) -> list[str]:
     try:
         family.call(model)
     except zerostart.errors.EngineError as error:
-        return [] if "is called part by part and holds" in str(error) else [str(error)]
+        return [] if "are used outside the forward of" in str(error) else [str(error)]
     return ["trained in parts"]
 
 

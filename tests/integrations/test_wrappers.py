@@ -33,6 +33,13 @@ class Wrapper(torch.nn.Module):
         return {"loss": loss + self.head(hidden).mean()}
 
 
+class SavedWrapper(Wrapper):
+    """Calls ``forward`` directly, and has a save of its own, which the Trainer does not know."""
+
+    def save_pretrained(self, path: str) -> None:
+        raise AssertionError("the Trainer calls it for models of transformers and PEFT only")
+
+
 def script(path: Path, out: Path, environment: dict[str, str], adapter: str, calls: str) -> Any:
     os.environ.update(environment)
     import peft
@@ -73,7 +80,9 @@ def script(path: Path, out: Path, environment: dict[str, str], adapter: str, cal
     }
     if adapter:
         model = peft.get_peft_model(model, configs[adapter])
-    trainer = Trainer(model=Wrapper(model, calls) if calls else model, args=args, train_dataset=Data())
+    if calls:
+        model = SavedWrapper(model, "forward") if calls == "saved" else Wrapper(model, calls)
+    trainer = Trainer(model=model, args=args, train_dataset=Data())
     trainer.train()
     if environment or not calls:  # in one process the Trainer cannot save tied weights of such a wrapper
         trainer.save_model(str(out))
@@ -107,7 +116,9 @@ def test_calls_of_parts_with_a_lora(
 @pytest.mark.slow
 @pytest.mark.parametrize("calls", ["forward", "parts"])
 def test_calls_of_trained_parts_on_fsdp2(calls: str, checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
-    with pytest.raises(RankError, match=r"model.embed_tokens of Qwen3ForCausalLM was called outside"):
+    with pytest.raises(
+        RankError, match=r"of model.embed_tokens are used outside the forward of Qwen3ForCausalLM"
+    ):
         run(2, checkpoints("qwen3"), tmp_path / "two", fsdp2(), "", calls)
 
 
@@ -127,10 +138,36 @@ def test_adapters(engine: str, adapter: str, checkpoints: TinyCheckpoints, tmp_p
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["zero2", "fsdp2"])
 def test_a_wrapper_with_a_save_of_its_own(engine: str, checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
-    """The Trainer saves the state dict of models of neither transformers nor PEFT."""
-    Wrapper.save_pretrained = lambda self, path: None  # type: ignore[attr-defined]
-    run(2, checkpoints("qwen3"), tmp_path / "two", environment(engine, tmp_path), "lora", "forward")
+    """The Trainer saves the state dict of what is neither transformers' nor PEFT's."""
+    run(2, checkpoints("qwen3"), tmp_path / "two", environment(engine, tmp_path), "lora", "saved")
     assert {"head.weight", "head.bias"} < load_file(tmp_path / "two/model.safetensors").keys()
+
+
+def head_alone(path: Path) -> None:
+    """Parts after an evaluation, and the head alone after a forward that trains."""
+    import transformers
+
+    import zerostart
+
+    tokens = torch.arange(8).reshape(1, 8)
+    plain: Any = transformers.AutoModelForCausalLM.from_pretrained(path)
+    model: Any = zerostart.load(path, engine="fsdp2", progress=False)
+    with torch.no_grad():
+        model(input_ids=tokens)
+    with pytest.raises(zerostart.ZerostartError, match=r"model.embed_tokens are used outside the forward"):
+        model.model.embed_tokens(tokens)
+    for one in (plain, model):
+        hidden = one(input_ids=tokens, output_hidden_states=True).hidden_states[-1]
+        one.lm_head(hidden).square().mean().backward()
+    for name, parameter in plain.named_parameters():
+        found = model.get_parameter(name).grad.full_tensor()
+        torch.testing.assert_close(found, parameter.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe_aligned"])
+def test_parts_after_an_evaluation_on_fsdp2(name: str, checkpoints: TinyCheckpoints) -> None:
+    run_ranks(head_alone, 2, checkpoints(name))
 
 
 def clip(path: Path) -> None:

@@ -26,7 +26,7 @@ from zerostart.engines.calls import (
 from zerostart.engines.fsdp2.units import find_scalars, refuse_trained_scalars
 from zerostart.errors import EngineError
 from zerostart.models import Alias
-from zerostart.upstream.torch.fsdp2 import begin_at, in_backward
+from zerostart.upstream.torch.fsdp2 import begin_at, has_sharded_parameters, in_backward
 from zerostart.upstream.types import Arguments, Keywords
 
 
@@ -51,22 +51,32 @@ def keep_calls(model: nn.Module, entries: Sequence[str]) -> None:
 
 
 class _Root:
-    """The model, where units of it may be called while it is not."""
+    """A model whose units, and modules outside the units, may be called while it does not run.
+
+    FSDP2 gathers the parameters outside all units, such as an embedding, only in the model's forward, and
+    reduces their gradients there. PEFT's prompt tuning and other wrappers call such modules directly.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.running: Sequence[object] = ()
         self._model = model
-        self._begun = False
+        self._begun = self._has_gradients = False
         units = (m for m in model.modules() if m is not model and isinstance(m, FSDPModule))
         inside = {id(parameter) for unit in units for parameter in unit.parameters()}
-        # Parameters of the root's own unit: only the root's forward gathers them.
-        own = [name for name, p in model.named_parameters() if p.dim() and id(p) not in inside]
-        # For example a padding token, which pipelines read between the calls of modules.
-        self._bare = own if len(own) == sum(p.dim() > 0 for p in model.parameters(recurse=False)) else []
+        own = {m: name for name, m in model.named_modules() if _holds_any(m, inside)}
+        # Pipelines read a model's own few parameters, such as a padding token, between calls.
+        self._is_bare = list(own) == [model]
         self._scalars = bool(find_scalars(model))
+        for module, name in own.items():
+            if module is not model:
+                module.register_forward_pre_hook(functools.partial(self._gather, name))
 
-    def begin(self) -> None:
-        """Prepare the model for a unit that runs, and gather the model's own few parameters.
+    def __deepcopy__(self, memo: object) -> _Root:
+        """Return itself: PEFT copies modules with their hooks, which belong to the same model."""
+        return self
+
+    def begin(self, module: nn.Module) -> None:
+        """Prepare the model for the unit ``module``, and gather the model's own few parameters.
 
         Raises EngineError if these are to be trained, or any without dimensions.
         """
@@ -75,32 +85,44 @@ class _Root:
         if not self._begun:
             begin_at(self._model)
             self._begun = True
+        if module is self._model:
+            self._has_gradients = torch.is_grad_enabled()
+        if self._is_bare:
+            self._gather("", self._model)
+
+    def _gather(self, name: str, module: nn.Module, *_: object) -> None:
         # A layer that runs again in the backward of a checkpoint ran inside the model's forward, or has
         # passed here before. A gather in the middle of a backward would outlast the step.
-        if not self._bare or self.running or in_backward():
+        if self.running or in_backward() or not isinstance(self._model, FSDPModule):
             return
-        if isinstance(self._model, FSDPModule):
-            trained = [name for name in self._bare if self._model.get_parameter(name).requires_grad]
-            if trained and torch.is_grad_enabled():
-                raise EngineError(
-                    f"{type(self._model).__name__} is called part by part and holds {', '.join(trained)} "
-                    "itself, whose gradients FSDP2 then does not reduce; freeze them before the first call, "
-                    "call it under torch.no_grad(), or use engine='deepspeed'"
-                )
-            self._model.unshard()
+        reduces = self._has_gradients and not has_sharded_parameters(self._model)
+        trains = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters(recurse=False))
+        if trains and not reduces:
+            title = type(self._model).__name__.removeprefix("FSDP")
+            raise EngineError(
+                f"the parameters of {name or title} are used outside the forward of {title}, and FSDP2 "
+                "gathers them and reduces their gradients only there: call model(...) itself, and not its "
+                "parts or model.forward(...), freeze them, or use engine='deepspeed'"
+            )
+        self._model.unshard()
+
+
+def _holds_any(module: nn.Module, inside: set[int]) -> bool:
+    """Return whether ``module`` itself holds parameters with dimensions that are not ``inside``."""
+    return any(p.dim() and id(p) not in inside for p in module.parameters(recurse=False))
 
 
 class _Guard:
     """The hooks of one unit, before and after the engine's."""
 
-    def __init__(self, begin: Callable[[], None]) -> None:
+    def __init__(self, begin: Callable[[nn.Module], None]) -> None:
         self.begin = begin
         self.running: list[_Frame] = []
 
     def before(self, module: nn.Module, args: Arguments, kwargs: Keywords) -> Any:
         left, args, kwargs = leave_inference_mode(args, kwargs)
         self.running.append(_Frame(left, (args, kwargs)))
-        self.begin()
+        self.begin(module)
         return args, kwargs
 
     def within(self, module: nn.Module, args: Arguments, kwargs: Keywords) -> None:

@@ -23,7 +23,7 @@ from zerostart.engines.module_names import matching_modules
 from zerostart.engines.training import EngineConfig, broadcast_added
 from zerostart.errors import EngineError
 from zerostart.models import library_of
-from zerostart.upstream.torch.fsdp2 import has_sharded_parameters, refuse_replaced_parameters, whole_tensor
+from zerostart.upstream.torch.fsdp2 import refuse_replaced_parameters, whole_tensor
 
 _COMPUTE_DTYPE = "_zerostart_computes_in"
 
@@ -105,39 +105,6 @@ def shard_units(
     """Shard ``model`` over ``mesh``: its blocks, then the model around them."""
     for unit in list_units(model, find_blocks(model, wrap)):
         fully_shard(unit.module, mesh=mesh, **unit.options(options))
-    inside = {
-        m
-        for unit in model.modules()
-        if unit is not model and isinstance(unit, FSDPModule)
-        for m in unit.modules()
-    }
-    for name, module in model.named_modules():
-        if module is not model and module not in inside and any(True for _ in module.parameters(False)):
-            module.register_forward_pre_hook(_GatherHook(model, name))
-
-
-class _GatherHook:
-    """Forward hook that gathers a module's parameters if it runs outside its model's forward.
-
-    FSDP2 gathers the parameters outside all blocks, such as an embedding, only in the model's forward, and
-    reduces their gradients there. PEFT's prompt tuning and other wrappers call such modules directly.
-    """
-
-    def __init__(self, model: nn.Module, name: str) -> None:
-        self._model = weakref.ref(model)
-        self._name = name
-
-    def __call__(self, module: nn.Module, args: object) -> None:
-        model = self._model()
-        if model is None or not has_sharded_parameters(model):
-            return
-        if torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters(False)):
-            raise EngineError(
-                f"{self._name} of {type(model).__name__.removeprefix('FSDP')} was called outside the model's "
-                "forward, but FSDP2 gathers its parameters and reduces their gradients only there: call "
-                f"model(...) itself, not model.forward(...), freeze {self._name}, or use DeepSpeed"
-            )
-        model.unshard()  # type: ignore[operator]
 
 
 def _divide(module: nn.Module, finished: set[int], names: dict[int, str]) -> tuple[list[Unit], Dtypes | None]:
