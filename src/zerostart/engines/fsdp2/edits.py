@@ -111,19 +111,20 @@ class _Call:
         return [isinstance(r, torch.Tensor) and r.is_meta and shares_storage(r, target) for r in results]
 
 
-#: Models that have not run; attribute of a parameter of another model, with how many models had begun then.
+#: Models that have not run, and the number of changes of this set.
 _waiting: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-_OTHER = "_zerostart_other"
-_begun = 0
+_changes = 0
+#: Attribute of a parameter: number of changes so far, and True if a waiting model had it then.
+_WAITS = "_zerostart_waits"
 _edits = itertools.count(1)
 _last_edit = 0
 
 
 def keep_edits(model: nn.Module) -> None:
     """Apply edits of parameters, or of their parts, to the shards until ``model`` runs."""
-    global _begun
+    global _changes
     _waiting.add(model)
-    _begun += 1
+    _changes += 1
     intercept_functions(_run)
 
 
@@ -135,8 +136,10 @@ def expire_views() -> None:
 
 def _run(function: Function, args: Arguments, kwargs: Keywords) -> Any:
     """Run a torch function that has a DTensor among its arguments."""
+    global _changes
     for model in list(filter(has_begun, _waiting)):
         _waiting.discard(model)
+        _changes += 1
     if not _waiting:
         intercept_functions(None)
         return function(*args, **kwargs)
@@ -229,12 +232,11 @@ def _part_of(tensor: object) -> _Part | None:
         return part
     if not sharded or not isinstance(part.base, nn.Parameter):
         return None
-    if getattr(part.base, _OTHER, None) == _begun:
-        return None
-    if any(parameter is part.base for model in _waiting for parameter in model.parameters()):
-        return part
-    setattr(part.base, _OTHER, _begun)
-    return None
+    changes, waits = getattr(part.base, _WAITS, (None, False))
+    if changes != _changes:
+        waits = any(parameter is part.base for model in _waiting for parameter in model.parameters())
+        setattr(part.base, _WAITS, (_changes, waits))
+    return part if waits else None
 
 
 def _current(value: Any) -> Any:

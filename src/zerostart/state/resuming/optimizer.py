@@ -26,6 +26,7 @@ from zerostart.live.training import LiveTraining, StateTensor, is_elementwise, i
 from zerostart.recipe import spelling
 from zerostart.state.resuming.values import decode, dtype_of, encode
 from zerostart.upstream.torch.stepped import computes, inner_optimizers, own_values, rule_of
+from zerostart.upstream.torch.tensors import bypass_interception
 
 logger = logging.getLogger("zerostart")
 
@@ -183,7 +184,7 @@ def _allocate(
     dtype = saved
     if saved.is_floating_point and stepped != spelling(step.tensor.dtype):
         dtype = step.tensor.dtype  # as torch's optimizers load a state of another precision
-    with torch.no_grad():
+    with torch.no_grad(), bypass_interception():
         if (
             isinstance(current, torch.Tensor)
             and current.dtype == dtype

@@ -62,6 +62,11 @@ def intercept_functions(handler: Callable[..., Any] | None) -> None:
     kind.__torch_function__ = torch._C._disabled_torch_function_impl if handler is None else classmethod(run)
 
 
+def bypass_interception() -> contextlib.AbstractContextManager[object]:
+    """Return a context manager in which torch functions of DTensors run directly."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
 def edited_argument(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Return the argument that a torch function or initialiser would change."""
     return args[0] if args else kwargs.get("input", kwargs.get("tensor"))
