@@ -138,9 +138,16 @@ def has_only_tensors(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+CASES = [(key, setting) for key in FAMILIES for setting in SETTINGS]
+
+
 @pytest.mark.parametrize(
-    "key", [pytest.param(key, marks=() if key in QUICK else pytest.mark.slow) for key in FAMILIES]
+    ("key", "setting"),
+    [
+        pytest.param(key, setting, marks=() if key in QUICK else pytest.mark.slow)
+        for key, setting in CASES
+        if "vae" not in key or setting != "zero3"  # see test_unsharded_autoencoder
+    ],
 )
 def test_sharded_model_equals_that_of_stock_diffsynth(key: str, setting: str, tmp_path: Path) -> None:
     for lines in run_ranks(find_errors, 2, key, setting, str(tmp_path)):
