@@ -1,4 +1,4 @@
-"""Tiny quantised checkpoints in hub layouts: fp8 with block scales, and mxfp4 blocks and scales."""
+"""Tiny quantised checkpoints in hub layouts: fp8 with block scales, and mxfp4."""
 
 import json
 import re
@@ -10,28 +10,28 @@ import torch
 
 from tests.tiny import edit_tensors
 
-#: What DeepSeek-V3 leaves unquantised: embeddings, norms, the router, and the head.
+#: Tensors that DeepSeek-V3 does not quantise: embeddings, norms, router, head.
 UNQUANTISED = re.compile(r"embed_tokens|norm|mlp\.gate\.|lm_head|bias")
 
 
 def deepseek_v3_fp8(path: Path, block: tuple[int, int], sizes: Mapping[str, int]) -> Path:
-    """DeepSeek-V3 with random fp8 weights and fp32 scales of ``block``, sharded over several files."""
+    """Write a sharded DeepSeek-V3 with random fp8 weights and fp32 scales per ``block``."""
     save(path, "deepseek_v3", sizes)
-    edit_tensors(path, lambda tensors: fp8(tensors, block))
+    edit_tensors(path, lambda tensors: quantise_fp8(tensors, block))
     finish(path, {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": list(block)})
     return path
 
 
 def gpt_oss_mxfp4(path: Path, sizes: Mapping[str, Any]) -> Path:
-    """gpt-oss with random mxfp4 experts: blocks of 32 values in 16 bytes, and an exponent for each."""
+    """Write gpt-oss with random mxfp4 experts: 32 values in 16 bytes, and a scale."""
     save(path, "gpt_oss", sizes)
-    edit_tensors(path, mxfp4)
+    edit_tensors(path, quantise_mxfp4)
     finish(path, {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]})
     return path
 
 
 def save(path: Path, model_type: str, sizes: Mapping[str, Any]) -> None:
-    """Random weights in the hub's layout, bf16."""
+    """Write random bf16 weights in the hub's layout."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(model_type, **sizes, bos_token_id=1, eos_token_id=2, pad_token_id=0)
@@ -40,8 +40,8 @@ def save(path: Path, model_type: str, sizes: Mapping[str, Any]) -> None:
     model.save_pretrained(path, max_shard_size="100KB")
 
 
-def fp8(tensors: dict[str, torch.Tensor], block: tuple[int, int]) -> None:
-    """Quantise every linear weight, with a scale for each block; blocks at the edges may be cut off."""
+def quantise_fp8(tensors: dict[str, torch.Tensor], block: tuple[int, int]) -> None:
+    """Quantise every linear weight by blocks; blocks at the edges may be partial."""
     for name, weight in list(tensors.items()):
         if weight.dim() == 2 and not UNQUANTISED.search(name):
             rows, columns = (-(-size // step) for size, step in zip(weight.shape, block, strict=True))
@@ -49,8 +49,8 @@ def fp8(tensors: dict[str, torch.Tensor], block: tuple[int, int]) -> None:
             tensors[f"{name}_scale_inv"] = torch.rand(rows, columns) * 0.02 + 0.001
 
 
-def mxfp4(tensors: dict[str, torch.Tensor]) -> None:
-    """Replace experts' weights ``[experts, in, out]`` by blocks ``[experts, out, in/32, 16]`` and scales."""
+def quantise_mxfp4(tensors: dict[str, torch.Tensor]) -> None:
+    """Replace expert weights ``[experts, in, out]`` by blocks ``[experts, out, in/32, 16]`` and scales."""
     for name in [n for n in tensors if n.endswith(("gate_up_proj", "down_proj"))]:
         experts, rows, columns = tensors.pop(name).shape
         shape = (experts, columns, rows // 32)
@@ -59,7 +59,7 @@ def mxfp4(tensors: dict[str, torch.Tensor]) -> None:
 
 
 def finish(path: Path, quantization: Mapping[str, Any]) -> None:
-    """Name the quantisation in the configuration, and every tensor in the index."""
+    """Add the quantisation to the config, and list every tensor in the index."""
     from safetensors import safe_open
 
     config = json.loads((path / "config.json").read_text())
@@ -68,12 +68,12 @@ def finish(path: Path, quantization: Mapping[str, Any]) -> None:
     if index.exists():
         names: dict[str, str] = {}
         for file in sorted(path.glob("*.safetensors")):
-            with safe_open(file, "pt") as opened:
-                names.update(dict.fromkeys(opened.keys(), file.name))
+            with safe_open(file, "pt") as reader:
+                names.update(dict.fromkeys(reader.keys(), file.name))
         index.write_text(json.dumps({"metadata": {}, "weight_map": names}))
 
 
-Maker = Callable[[Path], Path]
+CheckpointWriter = Callable[[Path], Path]
 DEEPSEEK = {
     "vocab_size": 97,
     "hidden_size": 48,
@@ -108,8 +108,8 @@ GPT_OSS = {
     "layer_types": ["sliding_attention", "full_attention"],
     "max_position_embeddings": 64,
 }
-#: By the name that tests use.
-QUANTISED: Mapping[str, Maker] = {
+#: Functions that write a checkpoint, by name.
+QUANTISED: Mapping[str, CheckpointWriter] = {
     "deepseek_v3-fp8": lambda path: deepseek_v3_fp8(path, (8, 8), DEEPSEEK),
     "gpt_oss-mxfp4": lambda path: gpt_oss_mxfp4(path, GPT_OSS),
 }

@@ -1,4 +1,4 @@
-"""Training on sequences that ranks share: packed and padded batches, and one process that sees them whole."""
+"""Batches for sequence parallelism, and the reference training in one process."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +18,7 @@ Batch = dict[str, torch.Tensor]
 
 
 def steps(kind: str) -> Iterator[Batch]:
-    """What all ranks together see in each step: ids, positions, labels and masks, each [ROWS, LENGTH].
+    """Yield whole batches: ids, positions, labels and masks, each [ROWS, LENGTH].
 
     No token is predicted from another document; padding predicts nothing.
     """
@@ -39,34 +39,34 @@ def steps(kind: str) -> Iterator[Batch]:
         yield {"input_ids": tokens, "position_ids": positions, "labels": labels, "attention_mask": mask}
 
 
-def loss_of(logits: torch.Tensor, shifted: torch.Tensor) -> torch.Tensor:
-    """The sum of the losses of what is predicted."""
-    return cross_entropy(logits.flatten(0, 1), shifted.flatten(), ignore_index=IGNORED, reduction="sum")
+def summed_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return the summed loss of the predicted tokens."""
+    return cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
-def shifted(labels: torch.Tensor) -> torch.Tensor:
+def shift(labels: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]
 
 
-def part_of(batch: Batch, place: int, size: int) -> Batch:
-    """The part of every sequence that ``place`` of ``size`` ranks has, labels shifted before they are cut."""
-    whole = {**batch, "labels": shifted(batch["labels"])}
-    return {key: value.chunk(size, dim=1)[place] for key, value in whole.items()}
+def part_of(batch: Batch, index: int, size: int) -> Batch:
+    """Return one rank's part of every sequence, with labels shifted before the cut."""
+    whole = {**batch, "labels": shift(batch["labels"])}
+    return {key: value.chunk(size, dim=1)[index] for key, value in whole.items()}
 
 
-def alone(path: Path, kind: str) -> Trace:
-    """One process on the whole batch, with nothing but transformers and torch."""
+def train_alone(path: Path, kind: str) -> Trace:
+    """Train one process on the whole batch with only transformers and torch."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(path).train()
     optim, trace = optimizer(model), Trace()
     for batch in steps(kind):
-        # transformers masks packed documents by their positions where no mask is given.
+        # Without a mask, transformers masks packed documents by their positions.
         mask = None if kind == "packed" else batch["attention_mask"]
         logits = model(
             batch["input_ids"], attention_mask=mask, position_ids=batch["position_ids"], use_cache=False
         ).logits
-        wanted = shifted(batch["labels"])
-        trace.step(model, optim, loss_of(logits, wanted) / (wanted != IGNORED).sum())
+        labels = shift(batch["labels"])
+        trace.step(model, optim, summed_loss(logits, labels) / (labels != IGNORED).sum())
     trace.weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     return trace

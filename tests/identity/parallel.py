@@ -1,4 +1,4 @@
-"""Train a model whose experts and tensors ranks share, on either engine, as a trace to compare."""
+"""Train with expert or tensor parallelism on either engine, and record a trace."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from tests.engines.tensors.sharing import whole_gradients
 from tests.parity import CLIP, LENGTH, Trace, batches, optimizer
 
 HOST = {"device": "cpu", "pin_memory": False}
-#: DeepSpeed's settings by name: the section `zero_optimization`, and the other keys.
+#: DeepSpeed's settings by name: (`zero_optimization`, other keys).
 SETTINGS: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "": ({}, {}),
     "parameters on the host": ({"offload_param": HOST}, {}),
@@ -39,24 +39,24 @@ def last_dimension(parameter: nn.Parameter) -> Shard | None:
     return Shard(-1) if parameter.dim() > 1 else None
 
 
-def offloaded() -> dict[str, Any]:
+def offload_options() -> dict[str, Any]:
     return {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
 
 
 #: FSDP2's settings by name.
-PLACED: Mapping[str, Callable[[], dict[str, Any]]] = {
+FSDP2_SETTINGS: Mapping[str, Callable[[], dict[str, Any]]] = {
     "": dict,
-    "offload": offloaded,
+    "offload": offload_options,
     "replicas": lambda: {"replicate": 2},
     "dimensions": lambda: {"shard_placement_fn": last_dimension},
-    "all": lambda: {"replicate": 2, "shard_placement_fn": last_dimension, **offloaded()},
+    "all": lambda: {"replicate": 2, "shard_placement_fn": last_dimension, **offload_options()},
     "half": lambda: {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float16)},
 }
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How ranks share a model: the engine, the axes, and the name of other settings."""
+    """Parallel layout: engine, axes, and name of further settings."""
 
     engine: str = "deepspeed"
     stage: int = 3
@@ -66,10 +66,10 @@ class Layout:
     accumulation: int = 1
 
     def config(self) -> dict[str, Any]:
-        """The engine's configuration."""
+        """Return the engine's configuration."""
         if self.engine == "fsdp2":
-            return PLACED[self.settings]()
-        zero, rest = SETTINGS[self.settings]
+            return FSDP2_SETTINGS[self.settings]()
+        zero, top = SETTINGS[self.settings]
         return {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": self.accumulation,
@@ -77,11 +77,11 @@ class Layout:
             "zero_optimization": {"stage": self.stage, "stage3_param_persistence_threshold": 0, **zero},
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
-            **rest,
+            **top,
         }
 
     def options(self) -> dict[str, Any]:
-        """The arguments of `load` and `plan`."""
+        """Return the arguments of `load` and `plan`."""
         return {
             "engine": self.engine,
             "zero_stage": self.stage,
@@ -92,14 +92,14 @@ class Layout:
 
 
 class Training:
-    """One rank's part of a training."""
+    """One rank's part of a training run."""
 
     def __init__(self, path: Path, layout: Layout, parts: str = "") -> None:
         self.layout = layout
-        loaded: Any = zerostart.load(path, progress=False, **layout.options()).train()
-        planned = zerostart.plan(path, world_size=dist.get_world_size(), **layout.options())
-        assert planned.ranks[dist.get_rank()].read_bytes == zerostart.report(loaded).read_bytes
-        self.model = choose_parts(loaded, parts)
+        model: Any = zerostart.load(path, progress=False, **layout.options()).train()
+        plan = zerostart.plan(path, world_size=dist.get_world_size(), **layout.options())
+        assert plan.ranks[dist.get_rank()].read_bytes == zerostart.report(model).read_bytes
+        self.model = choose_parts(model, parts)
         self.optimizer = optimizer(self.model)
         self.engine: Any = self.model
         if layout.engine == "deepspeed":
@@ -112,18 +112,18 @@ class Training:
     def step(self, batch: torch.Tensor, trace: Trace) -> None:
         """Train on this rank's rows of ``batch`` [ROWS, LENGTH]."""
         layout = self.layout
-        groups, place = dist.get_world_size() // layout.tensors, dist.get_rank() // layout.tensors
+        groups, index = dist.get_world_size() // layout.tensors, dist.get_rank() // layout.tensors
         rows = batch.view(groups * layout.accumulation, -1, LENGTH)
         total = torch.zeros(())
         for part in range(layout.accumulation):
-            tokens, last = rows[place * layout.accumulation + part], part == layout.accumulation - 1
+            tokens, last = rows[index * layout.accumulation + part], part == layout.accumulation - 1
             total += self._accumulate(tokens, last, trace)
         dist.all_reduce(total)
         trace.losses.append(total.item() / dist.get_world_size())
         if layout.engine == "deepspeed":
             trace.norms.append(float(self.engine.get_global_grad_norm()))
             return
-        trace.norms.append(clip(self.model))
+        trace.norms.append(clip_gradients(self.model))
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -139,16 +139,16 @@ class Training:
             part.backward()
         if last and not trace.gradients and self.layout.settings != "in turn":
             trace.gradients = (
-                gradients(self.model, self.layout.experts)
+                gather_gradients(self.model, self.layout.experts)
                 if deepspeed
-                else {n: whole(p.grad) for n, p in self.model.named_parameters() if p.requires_grad}
+                else {n: full_tensor(p.grad) for n, p in self.model.named_parameters() if p.requires_grad}
             )
         if deepspeed:
             self.engine.step()
         return part.detach()
 
     def state(self) -> tuple[Any, ...]:
-        """The arguments of `save_state` and `load_state`."""
+        """Return the arguments of `save_state` and `load_state`."""
         return (self.engine,) if self.layout.engine == "deepspeed" else (self.model, self.optimizer)
 
     def close(self) -> None:
@@ -156,14 +156,14 @@ class Training:
             self.engine.destroy()
 
 
-def train(path: Path, layout: Layout, then: Layout | None, folder: Path | None, parts: str = "") -> Trace:
-    """Train five steps, the last three in the layout ``then`` by way of a state in ``folder``; save there."""
+def train(path: Path, layout: Layout, second: Layout | None, folder: Path | None, parts: str = "") -> Trace:
+    """Train five steps, the last three in layout ``second``, and save into ``folder``."""
     trace, training = Trace(), Training(path, layout, parts)
     for number, batch in enumerate(batches(1)):
-        if then is not None and folder is not None and number == 2:
+        if second is not None and folder is not None and number == 2:
             zerostart.save_state(folder / "state", *training.state())
             training.close()
-            training = Training(path, then)
+            training = Training(path, second)
             zerostart.load_state(folder / "state", *training.state())
         training.step(batch[0], trace)
     if not parts:
@@ -188,34 +188,34 @@ def choose_parts(model: Any, parts: str) -> Any:
     return model
 
 
-def gradients(model: nn.Module, experts: int) -> dict[str, torch.Tensor]:
-    """Whole gradients by DeepSpeed's own means; torch puts the experts together."""
+def gather_gradients(model: nn.Module, experts: int) -> dict[str, torch.Tensor]:
+    """Return whole gradients by DeepSpeed's functions, with experts joined by torch."""
     from deepspeed.utils import groups
 
-    found = {}
+    by_name = {}
     for name, gradient in whole_gradients(model):
         if ".experts." in name and experts > 1:
             group = groups._get_expert_parallel_group(f"ep_size_{experts}")
             parts = [torch.empty_like(gradient) for _ in range(experts)]
             dist.all_gather(parts, gradient.contiguous(), group=group)
             gradient = torch.cat(parts)
-        found[name] = gradient
-    return found
+        by_name[name] = gradient
+    return by_name
 
 
-def whole(gradient: torch.Tensor | None) -> torch.Tensor:
+def full_tensor(gradient: torch.Tensor | None) -> torch.Tensor:
     assert gradient is not None
     return (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).clone()
 
 
-def clip(model: nn.Module) -> float:
-    """Clip as accelerate does: one norm for each mesh, put together."""
+def clip_gradients(model: nn.Module) -> float:
+    """Clip as accelerate does: join the norms of all meshes."""
     meshes: dict[object, list[nn.Parameter]] = {}
     for parameter in model.parameters():
         if parameter.grad is not None:
             mesh = parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None
             meshes.setdefault(mesh, []).append(parameter)
-    norms = [whole(torch.nn.utils.get_total_norm([p.grad for p in group])) for group in meshes.values()]
+    norms = [full_tensor(torch.nn.utils.get_total_norm([p.grad for p in group])) for group in meshes.values()]
     total = torch.linalg.vector_norm(torch.stack(norms))
     for group in meshes.values():
         torch._foreach_mul_([p.grad for p in group], min(1.0, CLIP / (total.item() + 1e-6)))

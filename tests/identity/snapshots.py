@@ -1,7 +1,7 @@
-"""What an unsharded model holds, written down, and a sharded model compared with it bit for bit.
+"""Record an unsharded model, and compare a sharded model with it bit for bit.
 
-The values of a sharded model are read twice: through zerostart's own `full_tensors`, and through the
-engine's gather, which is upstream's code and so an expectation that is not ours.
+The values of a sharded model are read twice: by zerostart's `full_tensors`, and by the engine's own gather
+as an independent expectation.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,7 +16,7 @@ from torch import nn
 
 @dataclass
 class Snapshot:
-    """Everything that a load has to reproduce, by state-dict name or by dotted path."""
+    """Everything that a load has to reproduce, by state-dict name or dotted path."""
 
     state: dict[str, torch.Tensor]  # parameters and persistent buffers, tied duplicates included
     unsaved: dict[str, torch.Tensor]  # non-persistent buffers
@@ -29,7 +29,7 @@ class Snapshot:
 
     @classmethod
     def of(cls, model: nn.Module) -> "Snapshot":
-        """Write down an unsharded model."""
+        """Record an unsharded model."""
         config = getattr(model, "config", None)
         return cls(
             state={name: tensor.clone() for name, tensor in model.state_dict().items()},
@@ -44,69 +44,69 @@ class Snapshot:
 
 
 def pretrained(path: Path, dtype: torch.dtype | None, class_name: str | None = None) -> nn.Module:
-    """Transformers' own unsharded load by the class that the checkpoint's config names."""
+    """Load the unsharded model with transformers, by the class in the config."""
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(path)
-    kind = getattr(transformers, class_name or config.architectures[0])
-    return kind.from_pretrained(path, dtype=dtype or "auto")  # type: ignore[no-any-return]
+    model_class = getattr(transformers, class_name or config.architectures[0])
+    return model_class.from_pretrained(path, dtype=dtype or "auto")  # type: ignore[no-any-return]
 
 
 def differences(model: nn.Module, reference: Snapshot, engine: str, stage: int = 3) -> list[str]:
-    """Collective. One line for each thing in which this rank's ``model`` differs; none if it is identical."""
+    """List the differences of this rank's ``model``; collective."""
     import zerostart
 
-    yielded = list(zerostart.full_tensors(model, rank=None))
-    lines = [f"full_tensors yields {name} twice" for name, count in _counts(yielded) if count > 1]
-    lines += _compare("full_tensors", dict(yielded), reference.state)
+    pairs = list(zerostart.full_tensors(model, rank=None))
+    lines = [f"full_tensors yields {name} twice" for name, count in _counts(pairs) if count > 1]
+    lines += _compare("full_tensors", dict(pairs), reference.state)
     lines += _compare("engine's gather", engine_state(model, engine), reference.state)
     lines += _compare("non-persistent buffer", _unsaved(model), reference.unsaved)
     lines += _compare("plain attribute", dict(_attributes(model)), reference.attributes)
-    found = {name: p.requires_grad for name, p in model.named_parameters()}
-    lines += unlike("requires_grad", list(found.items()), list(reference.parameters.items()))
-    lines += unlike("ties", ties_of(model), reference.ties)
+    trainable = {name: p.requires_grad for name, p in model.named_parameters()}
+    lines += describe_difference("requires_grad", list(trainable.items()), list(reference.parameters.items()))
+    lines += describe_difference("ties", ties_of(model), reference.ties)
     training = {name: module.training for name, module in model.named_modules()}
-    lines += unlike("training mode", training, reference.training)
+    lines += describe_difference("training mode", training, reference.training)
     if engine == "deepspeed":  # fully_shard derives classes on purpose; ZeRO-3 must leave them alone.
         classes = {name: type(module).__name__ for name, module in model.named_modules()}
-        lines += unlike("module classes", classes, reference.classes)
-    lines += unlike("config", _plain_config(getattr(model, "config", None)), reference.config)
+        lines += describe_difference("module classes", classes, reference.classes)
+    lines += describe_difference("config", _plain_config(getattr(model, "config", None)), reference.config)
     if stage < 3:
         return lines
-    return lines + (_partitions(model) if engine == "deepspeed" else _shards(model))
+    return lines + (_check_partitions(model) if engine == "deepspeed" else _check_shards(model))
 
 
 def engine_state(model: nn.Module, engine: str) -> dict[str, torch.Tensor]:
-    """Collective. The whole state dict as the engine's own gather gives it."""
+    """Return the whole state dict by the engine's own gather; collective."""
     whole: dict[str, torch.Tensor] = {}
     unsaved = _unsaved(model)
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        whole[name] = _gathered(parameter, engine)
+        whole[name] = _gather(parameter, engine)
     for name, buffer in model.named_buffers(remove_duplicate=False):
         if name not in unsaved:
             whole[name] = buffer.clone()
     return whole
 
 
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Equal in dtype, shape and every bit (so that NaN equals itself and -0.0 is not 0.0)."""
-    if one.dtype != other.dtype or one.shape != other.shape:
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Compare dtype, shape and bits: NaN equals NaN, -0.0 differs from 0.0."""
+    if a.dtype != b.dtype or a.shape != b.shape:
         return False
-    bits = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]
+    bits = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (a, b)]
     return torch.equal(*bits)
 
 
-def unlike(what: str, found: Any, expected: Any) -> list[str]:
-    """One line if two plain values differ; for mappings, with only the entries that do."""
-    if found == expected:
+def describe_difference(subject: str, actual: Any, expected: Any) -> list[str]:
+    """Return one line if two values differ; mappings show only differing entries."""
+    if actual == expected:
         return []
-    if isinstance(found, Mapping) and isinstance(expected, Mapping):
-        keys = [key for key in {**expected, **found} if found.get(key, ...) != expected.get(key, ...)]
-        found, expected = {k: found.get(k) for k in keys}, {k: expected.get(k) for k in keys}
-    return [f"{what}: found {found}, expected {expected}"]
+    if isinstance(actual, Mapping) and isinstance(expected, Mapping):
+        keys = [key for key in {**expected, **actual} if actual.get(key, ...) != expected.get(key, ...)]
+        actual, expected = {k: actual.get(k) for k in keys}, {k: expected.get(k) for k in keys}
+    return [f"{subject}: found {actual}, expected {expected}"]
 
 
-def _gathered(parameter: nn.Parameter, engine: str) -> torch.Tensor:
+def _gather(parameter: nn.Parameter, engine: str) -> torch.Tensor:
     if engine == "deepspeed":
         import deepspeed
 
@@ -116,23 +116,23 @@ def _gathered(parameter: nn.Parameter, engine: str) -> torch.Tensor:
 
 
 def _compare(
-    what: str, found: Mapping[str, torch.Tensor | None], expected: Mapping[str, torch.Tensor]
+    origin: str, actual: Mapping[str, torch.Tensor | None], expected: Mapping[str, torch.Tensor]
 ) -> list[str]:
-    lines = [f"{what}: {name} is missing" for name in expected.keys() - found.keys()]
-    lines += [f"{what}: {name} is not in the reference" for name in found.keys() - expected.keys()]
-    for name in expected.keys() & found.keys():
-        got, want = found[name], expected[name]
+    lines = [f"{origin}: {name} is missing" for name in expected.keys() - actual.keys()]
+    lines += [f"{origin}: {name} is not in the reference" for name in actual.keys() - expected.keys()]
+    for name in expected.keys() & actual.keys():
+        got, want = actual[name], expected[name]
         if got is None:
-            lines.append(f"{what}: {name} is None")
+            lines.append(f"{origin}: {name} is None")
         elif got.dtype != want.dtype or got.shape != want.shape:
             lines.append(
-                f"{what}: {name} is {got.dtype} {tuple(got.shape)}, not {want.dtype} {tuple(want.shape)}"
+                f"{origin}: {name} is {got.dtype} {tuple(got.shape)}, not {want.dtype} {tuple(want.shape)}"
             )
         elif got.device != want.device:
-            lines.append(f"{what}: {name} is on {got.device}, not on {want.device}")
+            lines.append(f"{origin}: {name} is on {got.device}, not on {want.device}")
         elif not same_bits(got, want):
-            wrong = int((got != want).sum())
-            lines.append(f"{what}: {name} has {wrong} of {want.numel()} elements wrong")
+            count = int((got != want).sum())
+            lines.append(f"{origin}: {name} has {count} of {want.numel()} elements wrong")
     return sorted(lines)
 
 
@@ -142,17 +142,17 @@ def _counts(pairs: list[tuple[str, Any]]) -> list[tuple[str, int]]:
 
 
 def _unsaved(model: nn.Module) -> dict[str, torch.Tensor]:
-    found = {}
+    buffers = {}
     for path, module in model.named_modules(remove_duplicate=False):
         for name in module._non_persistent_buffers_set:
             buffer = module._buffers[name]
             if buffer is not None:
-                found[f"{path}.{name}".lstrip(".")] = buffer.clone()
-    return found
+                buffers[f"{path}.{name}".lstrip(".")] = buffer.clone()
+    return buffers
 
 
 def _attributes(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors in the attributes of modules, in lists, tuples and dicts as well."""
+    """Yield tensors in attributes of modules, also within lists, tuples and dicts."""
     for path, module in model.named_modules(remove_duplicate=False):
         for name, value in vars(module).items():
             if name.startswith(("_parameters", "_buffers", "_modules", "ds_", "_ds", "_fsdp")):
@@ -184,9 +184,9 @@ PLANS = ("base_model_ep_plan", "base_model_tp_plan")
 def _plain_config(config: Any) -> dict[str, Any]:
     if config is None:
         return {}
-    # A transformers configuration, or a mapping as diffusers has it.
+    # transformers has a configuration object, diffusers a mapping.
     plain: dict[str, Any] = dict(config) if isinstance(config, Mapping) else config.to_dict()
-    # Quantizers of older releases write plans for the scales there, even where they then dequantise.
+    # Quantizers of older releases add plans for scales even when they dequantise.
     plain = {key: value for key, value in plain.items() if key not in PLANS}
     return plain | {
         "attention": getattr(config, "_attn_implementation", None),
@@ -194,8 +194,8 @@ def _plain_config(config: Any) -> dict[str, Any]:
     }
 
 
-def _partitions(model: nn.Module) -> list[str]:
-    """ZeRO-3's own invariants: partition size, zeroed padding, freed parameter, one numbering everywhere."""
+def _check_partitions(model: nn.Module) -> list[str]:
+    """Check ZeRO-3's invariants: partition size, zero padding, freed parameters, ids."""
     lines = []
     world, rank = dist.get_world_size(), dist.get_rank()
     for name, p in model.named_parameters():
@@ -203,9 +203,9 @@ def _partitions(model: nn.Module) -> list[str]:
         size = -(-p.ds_numel // world)  # type: ignore[operator]
         if part.dim() != 1 or part.numel() != size:
             lines.append(f"partition of {name} has shape {tuple(part.shape)}, not ({size},)")
-        own = min(max(p.ds_numel - rank * size, 0), size)  # type: ignore[operator]
-        if part[own:].contiguous().view(torch.uint8).any():
-            lines.append(f"partition of {name}: the padding after element {own} is not zero")
+        used = min(max(p.ds_numel - rank * size, 0), size)  # type: ignore[operator]
+        if part[used:].contiguous().view(torch.uint8).any():
+            lines.append(f"partition of {name}: the padding after element {used} is not zero")
         if p.numel() != 0:
             lines.append(f"{name} still holds {p.numel()} elements")
         if part.requires_grad:
@@ -215,8 +215,8 @@ def _partitions(model: nn.Module) -> list[str]:
     return lines + [f"ds_id differs on rank {r}" for r in range(world) if numbers[r] != numbers[0]]
 
 
-def _shards(model: nn.Module) -> list[str]:
-    """Each parameter is a DTensor with the rows that torch gives to this rank, over storage of that size."""
+def _check_shards(model: nn.Module) -> list[str]:
+    """Check that each parameter is a DTensor with this rank's rows."""
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor, Shard
 

@@ -1,4 +1,4 @@
-"""Modules that keep their parameters in containers as well: a training step goes by the same tensors."""
+"""Containers of parameters inside modules keep referring to the trained tensors."""
 
 import weakref
 from pathlib import Path
@@ -19,7 +19,7 @@ ENGINES = [("fsdp2", 3), ("fsdp2", 1), ("fsdp2", 0), ("deepspeed", 3), ("deepspe
 
 
 class Layer(nn.Module):
-    """Works with its parameters through what it has made of them, and never by their names."""
+    """Uses its parameters only through containers and views."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,59 +28,59 @@ class Layer(nn.Module):
         self.register_buffer("table", torch.arange(7.0))
         self.register_buffer("start", self.table[:3], persistent=False)
         self.listed = [self.weight, (self.bias, {"table": self.table})]
-        self.box = SimpleNamespace(held=(weakref.ref(self.bias), self.table[3:]))
+        self.box = SimpleNamespace(refs=(weakref.ref(self.bias), self.table[3:]))
         self.named = {"weight": self.weight}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = torch.nn.functional.linear(x, self.named["weight"]) + self.box.held[0]() + self.listed[0].sum(1)
-        return y * self.listed[1][1]["table"] + self.start.sum() + self.box.held[1].sum()
+        y = torch.nn.functional.linear(x, self.named["weight"]) + self.box.refs[0]() + self.listed[0].sum(1)
+        return y * self.listed[1][1]["table"] + self.start.sum() + self.box.refs[1].sum()
 
 
 class Model(nn.Module):
-    """The layer, torch's own recurrent layers, and a list of all parameters for the books."""
+    """The layer, recurrent layers, and a list of all parameters."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = Layer()
         self.forwards = nn.LSTM(7, 6, num_layers=2, bidirectional=True)
-        self.then = nn.GRU(12, 3)
+        self.gru = nn.GRU(12, 3)
         self.everything = [list(self.parameters())]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.then(self.forwards(self.layer(x))[0])[0].sum(-1)
+        return self.gru(self.forwards(self.layer(x))[0])[0].sum(-1)
 
 
-def strangers(model: Any) -> list[str]:
-    """Places that do not hold the module's own tensor."""
-    layer, parameters = model.layer, list(model.parameters())
+def wrong_aliases(model: Any) -> list[str]:
+    """Return the containers that do not hold the module's tensor."""
+    layer, weights = model.layer, list(model.parameters())
     pairs = [
         (layer.listed[0], layer.weight),
         (layer.listed[1][0], layer.bias),
         (layer.listed[1][1]["table"], layer.table),
-        (layer.box.held[0](), layer.bias),
+        (layer.box.refs[0](), layer.bias),
         (layer.named["weight"], layer.weight),
-        *zip(model.everything[0], parameters, strict=True),
+        *zip(model.everything[0], weights, strict=True),
     ]
-    for rnn in (model.forwards, model.then):
+    for rnn in (model.forwards, model.gru):
         own = [getattr(rnn, name) for name in rnn._flat_weights_names]
         pairs += [*zip(rnn._flat_weights, own, strict=True)]
-    wrong = [f"pair {at}" for at, (one, other) in enumerate(pairs) if one is not other]
-    memory = {t.untyped_storage()._cdata for t in (layer.table, layer.start, layer.box.held[1])}
+    wrong = [f"pair {at}" for at, (alias, own_tensor) in enumerate(pairs) if alias is not own_tensor]
+    memory = {t.untyped_storage()._cdata for t in (layer.table, layer.start, layer.box.refs[1])}
     return wrong + ([] if len(memory) == 1 else ["views"])
 
 
 def train(state: dict[str, torch.Tensor], engine: str, zero_stage: int, x: torch.Tensor) -> Any:
-    """The places that are wrong at any time, the output, and the gradients."""
+    """Return wrong aliases at any time, the output, and the gradients."""
     model: Any = zerostart.load(state, Model, engine=engine, zero_stage=zero_stage, progress=False).train()
-    wrong = strangers(model)
+    wrong = wrong_aliases(model)
     if engine == "fsdp2":
         output = model(x)
-        wrong += strangers(model)
+        wrong += wrong_aliases(model)
         output.sum().backward()
         grads = {name: p.grad for name, p in model.named_parameters()}
-        whole = {n: g.full_tensor() if hasattr(g, "full_tensor") else g for n, g in grads.items()}
+        gradients = {n: g.full_tensor() if hasattr(g, "full_tensor") else g for n, g in grads.items()}
         torch.optim.SGD(model.parameters(), 0.1).step()
-        return wrong + strangers(model), output.detach(), whole
+        return wrong + wrong_aliases(model), output.detach(), gradients
     import deepspeed
     from deepspeed.utils import safe_get_full_grad
 
@@ -92,55 +92,53 @@ def train(state: dict[str, torch.Tensor], engine: str, zero_stage: int, x: torch
     trainer, *_ = deepspeed.initialize(model=model, config=config)
     output = trainer(x)
     trainer.backward(output.sum())
-    whole = {name: safe_get_full_grad(p).clone() for name, p in model.named_parameters()}
+    gradients = {name: safe_get_full_grad(p).clone() for name, p in model.named_parameters()}
     trainer.step()
-    return wrong + strangers(model), output.detach(), whole
+    return wrong + wrong_aliases(model), output.detach(), gradients
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("engine", "zero_stage"), ENGINES)
-def test_training_goes_by_the_aliases(engine: str, zero_stage: int) -> None:
+def test_training_uses_aliased_tensors(engine: str, zero_stage: int) -> None:
     generator = torch.Generator().manual_seed(0)
     state = {n: torch.randn(t.shape, generator=generator) / 3 for n, t in Model().state_dict().items()}
     x = torch.randn(3, 2, 5, generator=generator)
-    alone = Model()
-    alone.load_state_dict(state)
-    wanted = alone(x)
-    wanted.sum().backward()
+    reference = Model()
+    reference.load_state_dict(state)
+    expected = reference(x)
+    expected.sum().backward()
     for wrong, output, gradients in run_ranks(train, 2, state, engine, zero_stage, x):
         assert not wrong
-        torch.testing.assert_close(output, wanted.detach())
-        for name, p in alone.named_parameters():
+        torch.testing.assert_close(output, expected.detach())
+        for name, p in reference.named_parameters():
             torch.testing.assert_close(gradients[name], p.grad, msg=name)
 
 
 class Cached(nn.Linear):
-    """Keeps its transposed weight, which no engine could keep up with."""
+    """Caches its transposed weight, which an engine cannot keep up to date."""
 
     def __init__(self) -> None:
         super().__init__(3, 4)
         self.turned = {"weight": [self.weight.detach().t()]}
 
 
-def refused(engine: str, zero_stage: int) -> str:
+def load_cached(engine: str, zero_stage: int) -> str:
     state = nn.Linear(3, 4).state_dict()
-    with pytest.raises(zerostart.ZerostartError) as raised:
+    with pytest.raises(zerostart.ZerostartError) as caught:
         zerostart.load(state, Cached, engine=engine, zero_stage=zero_stage, progress=False)
-    return str(raised.value)
+    return str(caught.value)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("engine", "zero_stage"), [("fsdp2", 3), ("deepspeed", 3), ("deepspeed", 2)])
 def test_a_view_of_a_parameter_is_refused_by_name(engine: str, zero_stage: int) -> None:
-    for message in run_ranks(refused, 2, engine, zero_stage):
+    for message in run_ranks(load_cached, 2, engine, zero_stage):
         assert "turned['weight'][0] is a view of the parameter weight" in message
 
 
-# A checkpoint that holds both names of a tied pair: equal or not, the outcome is transformers' own.
-
-
-def with_head(checkpoints: TinyCheckpoints, out: Path, change: float) -> Path:
-    """The tied tiny Qwen3 with its head written out, changed in its last element by ``change``."""
+# A checkpoint with both names of a tied pair is loaded like by transformers.
+def write_with_head(checkpoints: TinyCheckpoints, out: Path, change: float) -> Path:
+    """Copy the tied tiny Qwen3 with a separate head whose last element is changed."""
     source = checkpoints("qwen3")
     out.mkdir()
     tensors: dict[str, torch.Tensor] = {}
@@ -162,8 +160,8 @@ def load_tied(path: Path, engine: str) -> tuple[bool, dict[str, torch.Tensor]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["deepspeed", "fsdp2"])
 @pytest.mark.parametrize("change", [0.0, 1.0])
-def test_both_names_present(checkpoints: TinyCheckpoints, tmp_path: Path, engine: str, change: float) -> None:
-    path = with_head(checkpoints, tmp_path / "both", change)
+def test_both_tied_names(checkpoints: TinyCheckpoints, tmp_path: Path, engine: str, change: float) -> None:
+    path = write_with_head(checkpoints, tmp_path / "both", change)
     reference = AutoModelForCausalLM.from_pretrained(path)
     expected = reference.state_dict()
     for tied, full in run_ranks(load_tied, 2, path, engine):

@@ -1,4 +1,4 @@
-"""A converter of the caller's that calculates, from files and from a mapping."""
+"""Converters of the caller that compute, with files and mappings as sources."""
 
 import threading
 from collections import OrderedDict
@@ -28,26 +28,26 @@ class Small(nn.Module):
 
 
 def converter(state: dict[str, torch.Tensor]) -> OrderedDict[str, torch.Tensor]:
-    """What converters do: pop, drop, ask, iterate, rename, fuse, write in place, and calculate."""
-    made: OrderedDict[str, torch.Tensor] = OrderedDict()
+    """Pop, drop, iterate, rename, fuse, write in place and compute."""
+    out: OrderedDict[str, torch.Tensor] = OrderedDict()
     state.pop("unwanted", None)
     heads = 4
     query = state.pop("attn.q.weight").view(heads, 2, WIDTH // heads // 2, WIDTH).transpose(1, 2)
     parts = [query.reshape(WIDTH, WIDTH) * 0.5, state.pop("attn.k.weight"), state.pop("attn.v.weight")]
-    made["fused.weight"] = torch.cat(parts)
+    out["fused.weight"] = torch.cat(parts)
     bias = torch.zeros(3 * WIDTH)
     for number, name in enumerate("qkv"):
         bias[number * WIDTH : (number + 1) * WIDTH] = state.pop(f"attn.{name}.bias")
-    made["fused.bias"] = bias
+    out["fused.bias"] = bias
     for name, tensor in state.items():
         if name.startswith("norm."):
             tensor += 1
-            made[name] = tensor
-    made["out.weight"] = (state["up"] @ state["down"]).to(torch.float32)
-    return made
+            out[name] = tensor
+    out["out.weight"] = (state["up"] @ state["down"]).to(torch.float32)
+    return out
 
 
-def stored() -> dict[str, torch.Tensor]:
+def random_state_dict() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
     shapes = {f"attn.{n}.weight": (WIDTH, WIDTH) for n in "qkv"} | {f"attn.{n}.bias": (WIDTH,) for n in "qkv"}
     shapes |= {"norm.weight": (WIDTH,), "norm.bias": (WIDTH,), "unwanted": (3,)}
@@ -57,75 +57,75 @@ def stored() -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("engine", ["deepspeed", pytest.param("fsdp2", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("world_size", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3))])
-def test_equal_to_the_converter_run_on_real_tensors(engine: str, world_size: int, tmp_path: Path) -> None:
+def test_equals_the_converter_on_real_tensors(engine: str, world_size: int, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
-    save_file(stored(), path)
-    for lines in run_ranks(load_both, world_size, engine, path):
-        assert lines == []
+    save_file(random_state_dict(), path)
+    for errors in run_ranks(load_both, world_size, engine, path):
+        assert errors == []
 
 
 def load_both(engine: str, path: Path) -> list[str]:
     expected = converter(load_file(path))
-    lines = []
+    errors = []
     for source in (path, load_file(path)):
         model = zerostart.load(
             source, Small, engine=engine, converter=converter, chunk_size=1 << 16, progress=False
         )
-        found = dict(zerostart.full_tensors(model, rank=None))
-        lines += [name for name, want in expected.items() if not torch.equal(found[name], want)]
+        actual = dict(zerostart.full_tensors(model, rank=None))
+        errors += [name for name, tensor in expected.items() if not torch.equal(actual[name], tensor)]
         report = zerostart.report(model)
         assert report.read_bytes == report.planned_bytes
         assert set(report.converted) == set(expected)
         assert report.computed_whole == ("out.weight",)
         assert "whole" in str(report)
-    return lines
+    return errors
 
 
 def test_a_converter_that_draws_random_numbers_is_refused() -> None:
     def noisy(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {name: tensor + torch.randn(tensor.shape) for name, tensor in state.items()}
 
-    def beside(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        drawing = threading.Thread(target=torch.randn, args=(3,))
-        drawing.start()
-        drawing.join()
+    def draw_in_thread(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        thread = threading.Thread(target=torch.randn, args=(3,))
+        thread.start()
+        thread.join()
         return dict(state)
 
-    stored, ended = Small().state_dict(), threading.Event()
+    state, stop = Small().state_dict(), threading.Event()
     with pytest.raises(zerostart.ZerostartError, match="noisy draws random numbers"):
-        zerostart.load(stored, Small, engine="fsdp2", converter=noisy, progress=False)
-    # Those of another thread, as of an engine that generates meanwhile, are not its own.
-    other = threading.Thread(target=ended.wait)
-    other.start()
+        zerostart.load(state, Small, engine="fsdp2", converter=noisy, progress=False)
+    # Random numbers drawn by another thread do not count.
+    waiting = threading.Thread(target=stop.wait)
+    waiting.start()
     try:
         with pytest.raises(zerostart.ZerostartError, match="noisy draws random numbers"):
-            zerostart.load(stored, Small, engine="fsdp2", converter=noisy, progress=False)
-        zerostart.load(stored, Small, engine="fsdp2", converter=beside, progress=False)
+            zerostart.load(state, Small, engine="fsdp2", converter=noisy, progress=False)
+        zerostart.load(state, Small, engine="fsdp2", converter=draw_in_thread, progress=False)
     finally:
-        ended.set()
-        other.join()
+        stop.set()
+        waiting.join()
 
 
-def test_the_plan_says_what_is_computed_whole_and_what_it_costs() -> None:
-    plan = zerostart.plan(stored(), world_size=2, engine="fsdp2", converter=converter, model=Small)
+def test_plan_reports_whole_computations_and_their_memory() -> None:
+    plan = zerostart.plan(random_state_dict(), world_size=2, engine="fsdp2", converter=converter, model=Small)
     assert plan.computed_whole == ("out.weight",)
-    # Zeros that are written over are no calculation.
+    # Overwritten zeros are no computation.
     assert plan.computed == ("fused.weight", "norm.weight", "norm.bias", "out.weight")
-    # The whole product is in memory on every rank beside the shards, in fp32.
+    # In addition to the shards, every rank holds the whole product in fp32.
     assert all(rank.peak_host_bytes >= rank.device_bytes + WIDTH * WIDTH * 4 for rank in plan.ranks)
 
 
 class SwapHalves(ConversionOps):
-    """An operation of one's own that writes into slices."""
+    """A custom operation that writes into slices."""
 
     def convert(self, input_dict: dict[str, Any], *_: Any, **__: Any) -> dict[str, Any]:
-        made = {}
+        out = {}
         for name, tensors in input_dict.items():
-            made[name] = swapped(tensors[0] if isinstance(tensors, list) else tensors)
-        return made
+            out[name] = swap_halves(tensors[0] if isinstance(tensors, list) else tensors)
+        return out
 
 
-def swapped(tensor: torch.Tensor) -> torch.Tensor:
+def swap_halves(tensor: torch.Tensor) -> torch.Tensor:
     out = tensor.clone()
     half = len(out) // 2
     out[:half] = tensor[half : 2 * half]
@@ -138,14 +138,14 @@ def test_slice_writes_in_a_list_of_conversions(checkpoints: TinyCheckpoints) -> 
     conversions = [WeightConverter(["q_proj.weight"], ["q_proj.weight"], [SwapHalves()])]
     expected = AutoModelForCausalLM.from_pretrained(path).state_dict()
     model = zerostart.load(path, engine="fsdp2", converter=conversions, chunk_size=1 << 16, progress=False)
-    found = dict(zerostart.full_tensors(model))
+    actual = dict(zerostart.full_tensors(model))
     changed = [name for name in expected if name.endswith("q_proj.weight")]
     assert sorted(zerostart.report(model).converted) == sorted(changed)
-    for name, want in expected.items():
-        assert torch.equal(found[name], swapped(want) if name in changed else want), name
+    for name, tensor in expected.items():
+        assert torch.equal(actual[name], swap_halves(tensor) if name in changed else tensor), name
 
 
-def test_what_a_converter_did_wrong_is_told(tmp_path: Path) -> None:
+def test_converter_mistakes_are_named(tmp_path: Path) -> None:
     class Small(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -154,24 +154,24 @@ def test_what_a_converter_did_wrong_is_told(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     save_file({"attention.wq.weight": torch.ones(4, 4), "attention.wq.bias": torch.ones(4)}, path)
 
-    def forgot(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def forget_bias(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {"body.weight": state["attention.wq.weight"]}
 
-    def mistyped(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def misspell(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {"body.weight": state["attention.wqq.weight"]}
 
     def load(**options: Any) -> None:
         zerostart.load(path, engine="fsdp2", progress=False, **options)
 
     with pytest.raises(zerostart.errors.CoverageError, match=r"as the converter gives it(.|\n)*body\.bias"):
-        load(model=Small, converter=forgot)
-    line = mistyped.__code__.co_firstlineno + 1
-    told = rf"line {line} of .*test_converters\.py: KeyError: .*; the checkpoint has 'attention\.wq\.weight'"
-    with pytest.raises(zerostart.errors.ConversionError, match=told):
-        load(model=Small, converter=mistyped)
+        load(model=Small, converter=forget_bias)
+    line = misspell.__code__.co_firstlineno + 1
+    text = rf"line {line} of .*test_converters\.py: KeyError: .*; the checkpoint has 'attention\.wq\.weight'"
+    with pytest.raises(zerostart.errors.ConversionError, match=text):
+        load(model=Small, converter=misspell)
     with pytest.raises(zerostart.errors.ConfigError, match=r"model='Small' is a str; pass a class"):
         load(model="Small")
-    absent = zerostart.errors.CheckpointNotFoundError
-    path = tmp_path / "model.pt"  # the name of a file, and not of a repository
-    with pytest.raises(absent, match=r"there is no such file or directory"):
+    not_found = zerostart.errors.CheckpointNotFoundError
+    path = tmp_path / "model.pt"  # a file name, not a repository id
+    with pytest.raises(not_found, match=r"there is no such file or directory"):
         load(model=Small)

@@ -1,6 +1,6 @@
-"""DeepSpeed's own ways to save and resume, over models that zerostart loaded: as with stock, to the bit.
+"""DeepSpeed saves and resumes zerostart's models like stock ones, bit for bit.
 
-Each case trains two steps from either start and saves in every way; a third step follows, and again after
+Each case trains two steps from either start and saves in every way. A third step follows, and again after
 each checkpoint was loaded into a new engine of the other start.
 """
 
@@ -22,7 +22,7 @@ State = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """One configuration of DeepSpeed, and how the client groups its parameters."""
+    """A DeepSpeed configuration, and the grouping of the parameters."""
 
     stage: int
     zero: dict[str, Any] = field(default_factory=dict)
@@ -31,11 +31,11 @@ class Case:
 
     @property
     def config(self) -> dict[str, Any]:
-        kept = {"stage3_gather_16bit_weights_on_model_save": True} if self.stage == 3 else {}
+        gather = {"stage3_gather_16bit_weights_on_model_save": True} if self.stage == 3 else {}
         return {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_clipping": 0.0,
-            "zero_optimization": {"stage": self.stage, **kept, **self.zero},
+            "zero_optimization": {"stage": self.stage, **gather, **self.zero},
             "bf16": {"enabled": True},
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
@@ -57,7 +57,7 @@ SLOW = {
 }
 
 
-def started(path: Path, case: Case, start: str) -> Any:
+def start_engine(path: Path, case: Case, start: str) -> Any:
     import deepspeed
     from transformers import AutoModelForCausalLM
 
@@ -65,7 +65,7 @@ def started(path: Path, case: Case, start: str) -> Any:
     dtype = torch.bfloat16 if config["bf16"]["enabled"] else torch.float32
     model: Any
     if start == "ours":
-        # Of a checkpoint in fp32 the stock masters are those that were rounded.
+        # Stock masters of an fp32 checkpoint are rounded, too.
         options: dict[str, Any] = {"dtype": dtype, "fp32_masters": False, "progress": False}
         model = zerostart.load(path, zero_stage=case.stage, engine_config=config, **options)
     else:
@@ -73,10 +73,10 @@ def started(path: Path, case: Case, start: str) -> Any:
     if case.groups == "frozen":
         for number, parameter in enumerate(model.parameters()):
             parameter.requires_grad_(number % 3 > 0)
-    kept: Any = [p for p in model.parameters() if p.requires_grad]
+    trained: Any = [p for p in model.parameters() if p.requires_grad]
     if case.groups == "two":
-        kept = [{"params": kept[1::2], "weight_decay": 0.1}, {"params": kept[::2], "lr": 2e-3}]
-    optimizer = torch.optim.AdamW(kept, lr=1e-3)
+        trained = [{"params": trained[1::2], "weight_decay": 0.1}, {"params": trained[::2], "lr": 2e-3}]
+    optimizer = torch.optim.AdamW(trained, lr=1e-3)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     return engine
 
@@ -89,80 +89,80 @@ def step(engine: Any, number: int) -> None:
     engine.step()
 
 
-def state(engine: Any) -> State:
-    """Weights, masters and moments of a rank, wherever the engine keeps them."""
+def state_of(engine: Any) -> State:
+    """Return weights, masters and moments of a rank."""
     import deepspeed
 
-    found = {}
+    values = {}
     for name, parameter in engine.module.named_parameters():
         if hasattr(parameter, "ds_id"):
             with deepspeed.zero.GatheredParameters([parameter]):
-                found[name] = parameter.detach().clone()
+                values[name] = parameter.detach().clone()
         else:
-            found[name] = parameter.detach().clone()
+            values[name] = parameter.detach().clone()
     for number, group in enumerate(engine.optimizer.optimizer.param_groups):
-        for place, master in enumerate(group["params"]):
-            found[f"master {number}.{place}"] = master.detach().clone()
+        for index, master in enumerate(group["params"]):
+            values[f"master {number}.{index}"] = master.detach().clone()
             for key, value in engine.optimizer.optimizer.state[master].items():
-                found[f"{key} {number}.{place}"] = torch.as_tensor(value).clone()
-    return found
+                values[f"{key} {number}.{index}"] = torch.as_tensor(value).clone()
+    return values
 
 
-def unlike(what: str, found: State, wanted: State) -> list[str]:
-    lines = [f"{what}: {name} is missing or too much" for name in found.keys() ^ wanted.keys()]
-    same = found.keys() & wanted.keys()
-    return lines + [f"{what}: {name}" for name in same if not torch.equal(found[name], wanted[name])]
+def differences(moment: str, actual: State, expected: State) -> list[str]:
+    lines = [f"{moment}: {name} is missing or too much" for name in actual.keys() ^ expected.keys()]
+    common = actual.keys() & expected.keys()
+    return lines + [f"{moment}: {name}" for name in common if not torch.equal(actual[name], expected[name])]
 
 
-def saved(path: Path, root: Path, case: Case) -> tuple[list[str], State]:
-    """Train and save from both starts. Returns what differs, and the state after the third step."""
+def train_and_save(path: Path, root: Path, case: Case) -> tuple[list[str], State]:
+    """Train and save from both starts; return the differences and the last state."""
     states, after = {}, {}
     for start in STARTS:
-        engine = started(path, case, start)
+        engine = start_engine(path, case, start)
         for number in range(2):
             step(engine, number)
-        states[start] = state(engine)
+        states[start] = state_of(engine)
         engine.save_checkpoint(str(root / start), tag="two", client_state={"epoch": 3})
         assert engine.save_16bit_model(str(root / f"{start}-16"), "weights.bin")
         step(engine, 2)
-        after[start] = state(engine)
+        after[start] = state_of(engine)
         engine.destroy()
-    wrong = unlike("two steps", states["ours"], states["stock"])
-    return wrong + unlike("three steps", after["ours"], after["stock"]), after["stock"]
+    lines = differences("two steps", states["ours"], states["stock"])
+    return lines + differences("three steps", after["ours"], after["stock"]), after["stock"]
 
 
-def resumed(path: Path, folder: Path, case: Case, start: str) -> State:
-    """What a new engine is after it has loaded a checkpoint of ``folder`` and done the third step."""
-    engine = started(path, case, start)
-    where, client = engine.load_checkpoint(str(folder), tag="two")
-    assert where is not None
+def resume(path: Path, folder: Path, case: Case, start: str) -> State:
+    """Load a checkpoint into a new engine and return the state after a step."""
+    engine = start_engine(path, case, start)
+    loaded_path, client = engine.load_checkpoint(str(folder), tag="two")
+    assert loaded_path is not None
     assert client["epoch"] == 3
     step(engine, 2)
-    found = state(engine)
+    resumed_state = state_of(engine)
     engine.destroy()
-    return found
+    return resumed_state
 
 
 def run(path: Path, root: Path, cases: dict[str, Case]) -> list[str]:
-    found = []
+    lines = []
     for name, case in cases.items():
         folder = root / name.replace(" ", "-").replace(",", "")
-        wrong, after = saved(path, folder, case)
+        errors, after = train_and_save(path, folder, case)
         for start, other in (STARTS, STARTS[::-1]):
-            wrong += unlike(f"{start} in {other}", resumed(path, folder / start, case, other), after)
-        whole = {s: torch.load(folder / f"{s}-16" / "weights.bin", weights_only=True) for s in STARTS}
-        wrong += unlike("save_16bit_model", whole["ours"], whole["stock"])
-        found += [f"{name}: {line}" for line in wrong]
-    return found
+            errors += differences(f"{start} in {other}", resume(path, folder / start, case, other), after)
+        weights = {s: torch.load(folder / f"{s}-16" / "weights.bin", weights_only=True) for s in STARTS}
+        errors += differences("save_16bit_model", weights["ours"], weights["stock"])
+        lines += [f"{name}: {line}" for line in errors]
+    return lines
 
 
-def test_checkpoints_are_those_of_stock(tmp_path: Path) -> None:
+def test_checkpoints_equal_those_of_stock(tmp_path: Path) -> None:
     path = checkpoint("qwen3", tmp_path, tie_word_embeddings=False)
     assert run_ranks(run, 2, path, tmp_path / "saved", FAST) == [[], []]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SLOW)
-def test_checkpoints_are_those_of_stock_with_every_option(name: str, tmp_path: Path) -> None:
+def test_checkpoints_equal_those_of_stock_with_every_option(name: str, tmp_path: Path) -> None:
     path = checkpoint("qwen3", tmp_path, tie_word_embeddings=False)
     assert run_ranks(run, 2, path, tmp_path / "saved", {name: SLOW[name]}) == [[], []]

@@ -1,4 +1,4 @@
-"""A loaded model as a part of another, inside ``zero.Init``, given prebuilt; and what is refused, by name."""
+"""Loaded models within other modules, inside ``zero.Init``, or refused."""
 
 import copy
 import importlib
@@ -31,7 +31,7 @@ def configuration(**zero: Any) -> dict[str, Any]:
 
 
 class Classifier(nn.Module):
-    """A pretrained body and a head of the user's own."""
+    """A pretrained body with the user's head."""
 
     def __init__(self, body: Any) -> None:
         super().__init__()
@@ -54,13 +54,13 @@ def path(checkpoints: TinyCheckpoints) -> Path:
 
 @pytest.fixture(scope="module")
 def reference(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    where = tmp_path_factory.mktemp("references") / "whole.pt"
-    torch.save(Snapshot.of(pretrained(path, torch.float32)).state, where)
-    return where
+    file = tmp_path_factory.mktemp("references") / "whole.pt"
+    torch.save(Snapshot.of(pretrained(path, torch.float32)).state, file)
+    return file
 
 
 @pytest.mark.slow
-def test_a_loaded_body_with_a_head_of_the_users_own(path: Path, reference: Path) -> None:
+def test_loaded_body_with_the_users_head(path: Path, reference: Path) -> None:
     ours = run_ranks(train_classifier, 2, path, reference)
     stock = run_ranks(train_classifier, 2, path, None)
     assert ours == stock
@@ -73,10 +73,10 @@ def train_classifier(path: Path, reference: Path | None) -> tuple[list[float], f
     else:
         body = zerostart.load(path, engine_config=config, progress=False)
         compare(body, reference)
-    return steps(Classifier(body), config, body, reference)
+    return train_steps(Classifier(body), config, body, reference)
 
 
-def steps(
+def train_steps(
     model: nn.Module, config: dict[str, Any], body: nn.Module, reference: Path | None
 ) -> tuple[list[float], float]:
     import deepspeed
@@ -94,11 +94,11 @@ def steps(
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
-    return losses, sum(float(whole.double().abs().sum()) for _, whole in gathered(model))
+    return losses, sum(float(whole.double().abs().sum()) for _, whole in gather_all(model))
 
 
 @pytest.mark.slow
-def test_a_load_inside_an_active_context(path: Path, reference: Path) -> None:
+def test_load_inside_an_active_context(path: Path, reference: Path) -> None:
     inside = run_ranks(build_in_context, 2, path, reference)
     assert inside == run_ranks(train_classifier, 2, path, reference)
 
@@ -115,11 +115,11 @@ def build_in_context(path: Path, reference: Path) -> tuple[list[float], float]:
     with deepspeed.zero.GatheredParameters([model.head.weight], modifier_rank=0), torch.no_grad():
         model.head.weight.copy_(torch.arange(72, dtype=torch.float32).view(3, 24) / 72)
     compare(model.body, reference)
-    return steps(model, config, model.body, reference)
+    return train_steps(model, config, model.body, reference)
 
 
 @pytest.mark.slow
-def test_a_second_load_finds_the_hierarchical_groups(path: Path, reference: Path) -> None:
+def test_second_load_reuses_hierarchical_groups(path: Path, reference: Path) -> None:
     run_ranks(load_twice, 4, path, reference)
 
 
@@ -127,13 +127,13 @@ def load_twice(path: Path, reference: Path) -> None:
     config = configuration(zero_hpz_partition_size=2)
     for _ in range(2):
         compare(zerostart.load(path, engine_config=config, progress=False), reference)
-    other = copy.deepcopy(config)
-    other["zero_optimization"]["zero_hpz_partition_size"] = 4
+    larger_groups = copy.deepcopy(config)
+    larger_groups["zero_optimization"]["zero_hpz_partition_size"] = 4
     with pytest.raises(zerostart.errors.ConfigError, match="groups of 2 ranks before"):
-        zerostart.load(path, engine_config=other, progress=False)
+        zerostart.load(path, engine_config=larger_groups, progress=False)
 
 
-def swapped(folder: Path, elements: int) -> dict[str, Any]:
+def nvme_config(folder: Path, elements: int) -> dict[str, Any]:
     config = configuration()
     nvme = {"device": "nvme", "nvme_path": str(folder), "buffer_count": 5, "buffer_size": elements}
     config["zero_optimization"]["offload_param"] = {**nvme, "max_in_cpu": 0, "pin_memory": False}
@@ -142,7 +142,7 @@ def swapped(folder: Path, elements: int) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("compiled", "said"),
+    ("compiled", "message"),
     [
         (True, "buffer_size"),
         pytest.param(
@@ -150,14 +150,14 @@ def swapped(folder: Path, elements: int) -> dict[str, Any]:
         ),
     ],
 )
-def test_swapping_that_cannot_be_is_refused(
-    compiled: bool, said: str, checkpoints: TinyCheckpoints, tmp_path: Path
+def test_impossible_swapping_is_refused(
+    compiled: bool, message: str, checkpoints: TinyCheckpoints, tmp_path: Path
 ) -> None:
-    """A partition is larger than a swap buffer, or libaio is not installed."""
+    """The partition exceeds a swap buffer, or libaio is not installed."""
     path = checkpoints("qwen3_wide")
-    for outcome in rank_outcomes(load_swapped, 2, path, swapped(tmp_path, 2**18), compiled):
+    for outcome in rank_outcomes(load_swapped, 2, path, nvme_config(tmp_path, 2**18), compiled):
         assert outcome.error == "zerostart.errors.EngineError"
-        assert said in outcome.message
+        assert message in outcome.message
 
 
 def load_swapped(path: Path, config: dict[str, Any], compiled: bool) -> None:
@@ -167,16 +167,16 @@ def load_swapped(path: Path, config: dict[str, Any], compiled: bool) -> None:
 
 
 def compare(model: nn.Module, reference: Path) -> None:
-    """The model's parameters by DeepSpeed's gather, and by zerostart's, are those of the unsharded load."""
+    """Compare the parameters, gathered by DeepSpeed and by zerostart, with the unsharded load."""
     expected = torch.load(reference)
-    for name, whole in gathered(model):
+    for name, whole in gather_all(model):
         assert same_bits(whole, expected[name]), name
     for name, tensor in zerostart.full_tensors(model, rank=None):
         assert tensor is not None
         assert same_bits(tensor, expected[name]), name
 
 
-def gathered(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def gather_all(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     import deepspeed
 
     for name, parameter in model.named_parameters():
@@ -184,12 +184,12 @@ def gathered(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, parameter.data.clone()
 
 
-_live: list[Any] = []  # Transformers holds its ZeRO-3 configuration by a weak reference.
+_configs: list[Any] = []  # transformers keeps only a weak reference
 
 
 def stock_zero3(path: Path, dtype: torch.dtype, config: dict[str, Any]) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     integrations = importlib.import_module("transformers.integrations")
-    _live.append(integrations.HfDeepSpeedConfig(config))
+    _configs.append(integrations.HfDeepSpeedConfig(config))
     return AutoModelForCausalLM.from_pretrained(path, dtype=dtype)  # type: ignore[no-any-return]

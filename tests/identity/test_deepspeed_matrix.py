@@ -1,6 +1,6 @@
-"""Every combination of ZeRO-3's placements: parameters, optimizer, secondary partitions, persistence.
+"""All combinations of ZeRO-3's placements: offload, secondary partitions, persistence.
 
-The expectation is DeepSpeed's own way for a module that is built already, ``zero.Init(module=...)``.
+The expectation is DeepSpeed's way for an existing module, ``zero.Init(module=...)``.
 """
 
 import itertools
@@ -18,9 +18,9 @@ from tests import file_aio
 from tests.identity.snapshots import same_bits
 from tests.ranks import run_ranks
 
-WIDTH = 747  # Half a layer in fp32 is more than the least size that is swapped to NVMe, 1 MiB; odd.
+WIDTH = 747  # odd; half a layer in fp32 exceeds 1 MiB, the minimum to be swapped to NVMe
 PLACES = ("none", "cpu", "nvme")
-#: Secondary partitions are of the parameters on the accelerator or the host: DeepSpeed has none on NVMe.
+#: (Parameter placement, ranks of a secondary partition); DeepSpeed has none on NVMe.
 GROUPS = [*((place, 1) for place in PLACES), ("none", 2), ("cpu", 2)]
 
 
@@ -38,10 +38,10 @@ class Layers(nn.Module):
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    found = tmp_path_factory.mktemp("matrix") / "model.safetensors"
+    file = tmp_path_factory.mktemp("matrix") / "model.safetensors"
     torch.manual_seed(3)
-    save_file({name: p.detach().clone() for name, p in Layers().named_parameters()}, found)
-    return found
+    save_file({name: p.detach().clone() for name, p in Layers().named_parameters()}, file)
+    return file
 
 
 @pytest.mark.slow
@@ -49,20 +49,20 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_combination_trains_as_deepspeeds_own(
     parameters: str, secondary: int, path: Path, tmp_path: Path
 ) -> None:
-    for found in run_ranks(both_ways, 2, path, parameters, secondary, tmp_path, timeout=280):
-        for case, (ours, theirs) in found.items():
+    for results in run_ranks(train_both, 2, path, parameters, secondary, tmp_path, timeout=280):
+        for case, (ours, theirs) in results.items():
             assert ours == theirs, case
             assert (ours[0] > 0) == (parameters == "nvme"), case
             assert (ours[1] > 0) == case.startswith("nvme"), case
 
 
-def both_ways(path: Path, parameters: str, secondary: int, folder: Path) -> dict[str, Any]:
+def train_both(path: Path, parameters: str, secondary: int, folder: Path) -> dict[str, Any]:
     if not file_aio.is_compilable():
         file_aio.install()
-    found = {}
+    results = {}
     for optimizer, persistent, dtype in itertools.product(PLACES, (0, 2000), ("fp32", "bf16")):
         if dtype == "bf16" and "nvme" in (parameters, optimizer):
-            continue  # Half the bytes: too small to be swapped.
+            continue  # too small to be swapped
         case = f"{optimizer}-{persistent}-{dtype}"
         settings = (parameters, optimizer, secondary, persistent, dtype)
         config = configuration(folder / case / "ours", *settings)
@@ -74,11 +74,11 @@ def both_ways(path: Path, parameters: str, secondary: int, folder: Path) -> dict
             engine_config=config,
             progress=False,
         )
-        found[case] = (
-            trained(ours, config, path),
-            trained(*stock(path, configuration(folder / case / "stock", *settings)), path),
+        results[case] = (
+            train_and_measure(ours, config, path),
+            train_and_measure(*stock(path, configuration(folder / case / "stock", *settings)), path),
         )
-    return found
+    return results
 
 
 def stock(path: Path, config: dict[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
@@ -88,9 +88,9 @@ def stock(path: Path, config: dict[str, Any]) -> tuple[nn.Module, dict[str, Any]
     model.load_state_dict(load_file(path))
     if config["bf16"]["enabled"]:
         model.bfloat16()
-    whole = {**config, "train_batch_size": dist.get_world_size()}
+    complete = {**config, "train_batch_size": dist.get_world_size()}
     hierarchical = deepspeed.utils.groups._get_zero_param_intra_parallel_group()
-    deepspeed.zero.Init(module=model, config_dict_or_path=whole, zero_param_parallel_group=hierarchical)
+    deepspeed.zero.Init(module=model, config_dict_or_path=complete, zero_param_parallel_group=hierarchical)
     return model, config
 
 
@@ -103,7 +103,7 @@ def configuration(
     zero: dict[str, Any] = {
         "stage": 3,
         "stage3_param_persistence_threshold": persistent,
-        # DeepSpeed 0.19.8 asks twice for a partition that comes up twice in what it looks ahead at.
+        # With prefetching, DeepSpeed 0.19.8 requests a repeated partition twice.
         "stage3_prefetch_bucket_size": 0,
         "sub_group_size": WIDTH * WIDTH // 2,
         "zero_hpz_partition_size": secondary,
@@ -123,9 +123,8 @@ def configuration(
     }
 
 
-def trained(model: nn.Module, config: dict[str, Any], path: Path) -> list[float]:
-    """What is swapped (parameters, sub-groups of the optimizer), losses and gradient norms of two steps, and
-    sums of the weights; checks what is gathered before."""
+def train_and_measure(model: nn.Module, config: dict[str, Any], path: Path) -> list[float]:
+    """Return counts of swapped partitions and sub-groups, losses, norms and weight sums."""
     import deepspeed
 
     dtype = torch.bfloat16 if config["bf16"]["enabled"] else torch.float32
@@ -133,8 +132,8 @@ def trained(model: nn.Module, config: dict[str, Any], path: Path) -> list[float]
     for name, parameter in model.named_parameters():
         with deepspeed.zero.GatheredParameters([parameter]):
             assert same_bits(parameter.detach(), stored[name].to(dtype)), name
-    away: Any = [p.ds_tensor for p in model.parameters()]
-    swapped = sum(partition.final_location is not None for partition in away)
+    partitions: Any = [p.ds_tensor for p in model.parameters()]
+    swapped = sum(partition.final_location is not None for partition in partitions)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     generator = torch.Generator().manual_seed(5)

@@ -1,6 +1,6 @@
-"""What ``deepspeed.initialize`` does to a load's partitions: the same values, in less memory.
+"""``deepspeed.initialize`` on a load gives the same values in less memory.
 
-The expectation is DeepSpeed itself, with nothing of its constructor overridden.
+The expectation is DeepSpeed without zerostart's override.
 """
 
 from pathlib import Path
@@ -25,7 +25,7 @@ KIND = "qwen3_moe_aligned"
 GROUPS = ("one", "two", "frozen", "late", "mixed")
 PARAMETERS: dict[str, Any] = {"offload_param": {"device": "cpu", "pin_memory": False}}
 OPTIMIZER: dict[str, Any] = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
-#: ``zero_optimization`` of each placement.
+#: Section ``zero_optimization`` by placement.
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "accelerator": {},
     "offload-param": PARAMETERS,
@@ -35,37 +35,37 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 }
 
 
-def configured(placement: str) -> dict[str, Any]:
-    more = {"bf16": {"enabled": True}, "zero_force_ds_cpu_optimizer": False}
-    return configuration(**PLACEMENTS[placement]) | more
+def placement_config(placement: str) -> dict[str, Any]:
+    settings = {"bf16": {"enabled": True}, "zero_force_ds_cpu_optimizer": False}
+    return configuration(**PLACEMENTS[placement]) | settings
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize("placement", ["accelerator", "offload-param", "offload-optimizer", "sub-groups"])
-def test_the_optimizer_starts_as_without_an_override(
+def test_optimizer_starts_like_without_the_override(
     placement: str, groups: str, checkpoints: TinyCheckpoints
 ) -> None:
     path = checkpoints("flint" if groups == "mixed" else KIND, torch.bfloat16)
-    results = run_ranks(with_and_without, 2, path, configured(placement), groups)
+    results = run_ranks(start_both_ways, 2, path, placement_config(placement), groups)
     for (ours, in_place), (theirs, moved) in results:
         assert ours == theirs
         assert in_place
         assert not moved
 
 
-def with_and_without(path: Path, config: dict[str, Any], groups: str) -> list[tuple[Any, bool]]:
-    found = []
-    known = deepspeed_start.is_known
-    for kept in (known, lambda: False):
-        deepspeed_start.is_known = kept  # type: ignore[assignment]
-        found.append(start(path, config, groups))
-    deepspeed_start.is_known = known
-    return found
+def start_both_ways(path: Path, config: dict[str, Any], groups: str) -> list[tuple[Any, bool]]:
+    results = []
+    original = deepspeed_start.is_known
+    for function in (original, lambda: False):
+        deepspeed_start.is_known = function  # type: ignore[assignment]
+        results.append(start_and_train(path, config, groups))
+    deepspeed_start.is_known = original
+    return results
 
 
-def start(path: Path, config: dict[str, Any], groups: str) -> tuple[Any, bool]:
-    """Masters, partitions, losses and norms; and whether the partitions stayed in the load's buffer."""
+def start_and_train(path: Path, config: dict[str, Any], groups: str) -> tuple[Any, bool]:
+    """Return masters, partitions, losses and norms, and True if partitions stay in place."""
     import deepspeed
 
     model: Any = zerostart.load(path, engine_config=config, progress=False)
@@ -85,9 +85,9 @@ def start(path: Path, config: dict[str, Any], groups: str) -> tuple[Any, bool]:
     optimizer = torch.optim.AdamW(parts, lr=1e-3)
     model.train()
     engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
-    after = {p.ds_tensor.untyped_storage().data_ptr() for p in model.parameters()}
-    made = [engine.optimizer.fp32_partitioned_groups_flat, [p.ds_tensor for p in model.parameters()]]
-    bits = [[flat.detach().clone().view(torch.uint8).tolist() for flat in flats] for flats in made]
+    buffers_after = {p.ds_tensor.untyped_storage().data_ptr() for p in model.parameters()}
+    flat_groups = [engine.optimizer.fp32_partitioned_groups_flat, [p.ds_tensor for p in model.parameters()]]
+    bits = [[flat.detach().clone().view(torch.uint8).tolist() for flat in flats] for flats in flat_groups]
     numbers = []
     vocabulary = int(TINY["flint" if groups == "mixed" else KIND][1]["vocab_size"])
     generator = torch.Generator().manual_seed(7)
@@ -99,45 +99,45 @@ def start(path: Path, config: dict[str, Any], groups: str) -> tuple[Any, bool]:
         engine.step()
         numbers += [loss.item(), float(engine.get_global_grad_norm())]
     engine.destroy()
-    return (bits, numbers), buffers == after
+    return (bits, numbers), buffers == buffers_after
 
 
 SIDE, LAYERS = 2048, 16
-#: Placement, and bytes that the optimizer keeps for each bf16 element: partition, master, gradients.
-KEPT = {"accelerator": 2 + 4 + 2, "offload-param": 2 + 4 + 2, "offload-both": 2 + 4 + 4 + 2}
+#: Bytes of partition, master and gradients for each bf16 element, by placement.
+BYTES_PER_ELEMENT = {"accelerator": 2 + 4 + 2, "offload-param": 2 + 4 + 2, "offload-both": 2 + 4 + 4 + 2}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("placement", KEPT)
-def test_memory_through_initialize_is_what_is_kept(placement: str, tmp_path: Path) -> None:
-    """Gradients are accumulated in bf16: in fp32 they would be larger than what a second master takes."""
+@pytest.mark.parametrize("placement", BYTES_PER_ELEMENT)
+def test_initialize_needs_only_the_memory_it_keeps(placement: str, tmp_path: Path) -> None:
+    """Gradients are accumulated in bf16, because fp32 ones would hide a second master."""
     path = tmp_path / "model.safetensors"
     names = [f"{number}.weight" for number in range(LAYERS)]
     save_file({name: torch.randn(SIDE, SIDE).bfloat16() for name in names}, path)
-    config = configured(placement) | {"data_types": {"grad_accum_dtype": "bf16"}}
+    config = placement_config(placement) | {"data_types": {"grad_accum_dtype": "bf16"}}
     config["zero_optimization"] |= {"reduce_bucket_size": 1_000_000, "sub_group_size": 10**9}
     share = LAYERS * SIDE * SIDE // 2
-    for peak, stays in run_ranks(through_initialize, 2, path, config):
-        assert stays <= KEPT[placement] * share + 32 * MIB, stays / share
-        assert peak <= stays + 32 * MIB, (peak / share, stays / share)
+    for peak, final in run_ranks(measure_initialize, 2, path, config):
+        assert final <= BYTES_PER_ELEMENT[placement] * share + 32 * MIB, final / share
+        assert peak <= final + 32 * MIB, (peak / share, final / share)
 
 
-def through_initialize(path: Path, config: dict[str, Any]) -> tuple[int, int]:
-    """Anonymous bytes above the level before the load: at their highest, and after ``initialize``."""
-    initialized(nn.Sequential(nn.Linear(8, 8, bias=False, dtype=torch.bfloat16)), config)  # imports, groups
+def measure_initialize(path: Path, config: dict[str, Any]) -> tuple[int, int]:
+    """Return peak and final anonymous bytes above the level before the load."""
+    initialize(nn.Sequential(nn.Linear(8, 8, bias=False, dtype=torch.bfloat16)), config)  # imports, groups
     before = anonymous_bytes()
     with PeakMeter(torch.device("cpu")) as meter:
         with torch.device("meta"):
             layers = [nn.Linear(SIDE, SIDE, bias=False) for _ in range(LAYERS)]
         model = zerostart.load(path, model=nn.Sequential(*layers), engine_config=config, progress=False)
-        engine = initialized(model, config)
-    stays = anonymous_bytes() - before
+        engine = initialize(model, config)
+    final = anonymous_bytes() - before
     assert engine is not None
-    return meter.host_bytes, stays
+    return meter.host_bytes, final
 
 
-def initialized(model: nn.Module, config: dict[str, Any]) -> Any:
-    """The engine, with two parameter groups in another order than the model's."""
+def initialize(model: nn.Module, config: dict[str, Any]) -> Any:
+    """Start the engine with two parameter groups in another order than the model's."""
     import deepspeed
 
     halves = [list(model.parameters())[1::2], list(model.parameters())[::2]]

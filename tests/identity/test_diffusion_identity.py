@@ -1,4 +1,4 @@
-"""Diffusers models on real ranks: an original file, a pipeline, a component, each as diffusers loads it."""
+"""Diffusers models on several ranks equal diffusers' own load: files, pipelines, components."""
 
 import json
 from pathlib import Path
@@ -17,58 +17,58 @@ Sources = dict[str, tuple[Path, str | None, Path]]
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Sources:
-    """By the name of the case: the source, the class to pass as ``model``, and the expected snapshot."""
+    """Source, class to pass as ``model``, and expected snapshot of each case."""
     root = tmp_path_factory.mktemp("diffusion")
     wan = write_original(family("wan"), root / "wan", torch.float32)
     qwen = write_original(family("qwen_image"), root / "qwen", torch.float32)
     vae = write_original(family("wan_vae"), root / "vae", torch.float32)
-    whole = pipeline(root / "pipeline", {"transformer": wan, "vae": vae, "other": qwen})
+    folder = pipeline(root / "pipeline", {"transformer": wan, "vae": vae, "other": qwen})
     file = root / "wan" / "release.safetensors"
     expected = {
         "original file": diffusers.WanTransformer3DModel.from_single_file(
             str(file), config=str(root / "wan")
         ),
-        "pipeline": diffusers.AutoencoderKLWan.from_pretrained(str(whole / "vae")),
-        "component": diffusers.QwenImageTransformer2DModel.from_pretrained(str(whole / "other")),
+        "pipeline": diffusers.AutoencoderKLWan.from_pretrained(str(folder / "vae")),
+        "component": diffusers.QwenImageTransformer2DModel.from_pretrained(str(folder / "other")),
     }
-    given = {
+    inputs = {
         "original file": (file, "WanTransformer3DModel"),
-        "pipeline": (whole, "AutoencoderKLWan"),
-        "component": (whole / "other", None),
+        "pipeline": (folder, "AutoencoderKLWan"),
+        "component": (folder / "other", None),
     }
     for case, model in expected.items():
         torch.save(Snapshot.of(model), root / f"{case}.pt")
-    return {case: (*given[case], root / f"{case}.pt") for case in given}
+    return {case: (*inputs[case], root / f"{case}.pt") for case in inputs}
 
 
 @pytest.mark.parametrize("engine", ["deepspeed", pytest.param("fsdp2", marks=pytest.mark.slow)])
 def test_equals_diffusers_load(engine: str, sources: Sources) -> None:
-    for lines in run_ranks(load_on_rank, 2, engine, sources):
-        assert not lines, "\n".join(lines)
+    for errors in run_ranks(load_on_rank, 2, engine, sources):
+        assert not errors, "\n".join(errors)
 
 
 def load_on_rank(engine: str, sources: Sources) -> list[str]:
-    lines = []
+    errors = []
     for case, (source, kind, reference) in sources.items():
         model = zerostart.load(source, kind and getattr(diffusers, kind), engine=engine, progress=False)
         expected = torch.load(reference, weights_only=False)
-        lines += [f"{case}: {line}" for line in differences(model, expected, engine)]
-    return lines
+        errors += [f"{case}: {line}" for line in differences(model, expected, engine)]
+    return errors
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_dtype_means_what_it_means_to_from_pretrained(dtype: torch.dtype, sources: Sources) -> None:
+def test_dtype_is_applied_like_by_from_pretrained(dtype: torch.dtype, sources: Sources) -> None:
     """Wan keeps its time embedder and modulation in float32."""
     source = sources["pipeline"][0] / "transformer"
     expected = diffusers.WanTransformer3DModel.from_pretrained(str(source), torch_dtype=dtype)
-    (kinds,) = {frozenset(p.dtype for p in expected.parameters())}
-    assert kinds == {dtype, torch.float32}
+    (dtypes,) = {frozenset(p.dtype for p in expected.parameters())}
+    assert dtypes == {dtype, torch.float32}
     model = zerostart.load(source, engine="fsdp2", dtype=dtype, progress=False)
     assert not differences(model, Snapshot.of(expected), "fsdp2")
 
 
 def test_a_variant_is_found(sources: Sources, tmp_path: Path) -> None:
-    """``save_pretrained(variant=...)`` puts its name into those of the files and of the index."""
+    """``save_pretrained(variant=...)`` inserts its name into those of files and index."""
     source = sources["pipeline"][0] / "transformer"
     model = diffusers.WanTransformer3DModel.from_pretrained(source, torch_dtype=torch.bfloat16)
     model.save_pretrained(tmp_path / "one", variant="bf16")
@@ -82,11 +82,11 @@ def test_a_variant_is_found(sources: Sources, tmp_path: Path) -> None:
         assert not differences(loaded, Snapshot.of(expected), "fsdp2")
 
 
-def test_names_of_an_old_release(tmp_path: Path) -> None:
-    """diffusers renames the attention of VAEs that were saved before its blocks were called so."""
+def test_tensor_names_of_old_releases(tmp_path: Path) -> None:
+    """diffusers renames the attention tensors of VAEs that old releases saved."""
     from safetensors.torch import load_file, save_file
 
-    model = write_original(family("flux_vae"), tmp_path / "made", torch.float32)
+    model = write_original(family("flux_vae"), tmp_path / "new", torch.float32)
     model.save_pretrained(tmp_path / "old")
     file = tmp_path / "old" / "diffusion_pytorch_model.safetensors"
     state = load_file(file)
@@ -99,14 +99,14 @@ def test_names_of_an_old_release(tmp_path: Path) -> None:
     assert len(zerostart.report(loaded).converted) == 16
 
 
-def test_an_explicit_converter_wins(sources: Sources) -> None:
+def test_explicit_converter_takes_precedence(sources: Sources) -> None:
     source = sources["original file"][0]
-    seen = []
+    names = []
 
-    def mine(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def convert(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
 
-        seen.extend(state)
+        names.extend(state)
         state.pop("text_encoders.of.another.component")
         return convert_wan_transformer_to_diffusers(state)
 
@@ -115,9 +115,9 @@ def test_an_explicit_converter_wins(sources: Sources) -> None:
         source,
         model=lambda: diffusers.WanTransformer3DModel.from_config(config),
         engine="fsdp2",
-        converter=mine,
+        converter=convert,
         progress=False,
     )
-    assert seen
+    assert names
     assert zerostart.report(model).ignored == ()
     assert not differences(model, torch.load(sources["original file"][2], weights_only=False), "fsdp2")

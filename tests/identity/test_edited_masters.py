@@ -1,4 +1,4 @@
-"""An edit of a few elements, at every stage: their fp32 masters follow, and all others keep their bits."""
+"""Editing a few elements updates only their fp32 masters, at every stage."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -55,33 +55,33 @@ SLOW = {
 }
 
 
-def grouped(model: nn.Module, how: str) -> Any:
-    if how == "frozen":
+def parameter_groups(model: nn.Module, kind: str) -> Any:
+    if kind == "frozen":
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name not in (NORM, MATRIX))
-    kept = [p for p in model.parameters() if p.requires_grad]
-    return [{"params": kept[1::2], "lr": 1e-3}, {"params": kept[::2]}] if how == "two" else kept
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return [{"params": trained[1::2], "lr": 1e-3}, {"params": trained[::2]}] if kind == "two" else trained
 
 
 def halves(model: nn.Module) -> State:
-    """What the engine computes with, by stock means; experts as this rank has them."""
+    """Return the parameters that the engine computes with; experts as on this rank."""
     import deepspeed
 
-    found = {}
+    tensors = {}
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "ds_id"):
             with deepspeed.zero.GatheredParameters([parameter]):
-                found[name] = parameter.detach().clone()
+                tensors[name] = parameter.detach().clone()
         else:
-            found[name] = parameter.detach().clone()
-    return found
+            tensors[name] = parameter.detach().clone()
+    return tensors
 
 
-def masters(engine: Any) -> State:
-    """What DeepSpeed steps, by stock means; a parameter without a master is its own."""
+def read_masters(engine: Any) -> State:
+    """Return the values that DeepSpeed steps; without a master, the parameter."""
     from deepspeed.utils import safe_get_full_fp32_param
 
-    found = {}
+    tensors = {}
     flat = {}
     for group, values in zip(
         getattr(engine.optimizer, "fp16_groups", []),
@@ -95,8 +95,8 @@ def masters(engine: Any) -> State:
         master = None
         if parameter.requires_grad:
             master = flat.get(id(parameter)) if flat else safe_get_full_fp32_param(parameter)
-        found[name] = low[name] if master is None else master.clone()
-    return found
+        tensors[name] = low[name] if master is None else master.clone()
+    return tensors
 
 
 def step(engine: Any, seed: int) -> None:
@@ -106,33 +106,33 @@ def step(engine: Any, seed: int) -> None:
     engine.step()
 
 
-def edited(model: nn.Module, names: list[str]) -> Iterator[str]:
-    """Change every seventh element of each, on the last rank, and look at what the shards then hold."""
+def edit(model: nn.Module, names: list[str]) -> Iterator[str]:
+    """Change every seventh element on the last rank; yield tensors with a wrong result."""
     last = dist.get_world_size() - 1
     for name in names:
         with zerostart.gathered(model, name, modifier_rank=last) as tensor:
-            wanted = tensor.clone()
-            wanted.view(-1)[::7] += 0.5
+            expected = tensor.clone()
+            expected.view(-1)[::7] += 0.5
             if dist.get_rank() == last:
-                tensor.copy_(wanted)
+                tensor.copy_(expected)
         with zerostart.gathered(model, name) as tensor:
-            if not torch.equal(tensor, wanted):
+            if not torch.equal(tensor, expected):
                 yield f"{name} was not changed as it should be"
 
 
-def kept(was: State, low: State, after: State, changed: State) -> Iterator[str]:
-    """``was`` and ``after`` are masters, ``low`` and ``changed`` what rounds to them, before and after."""
+def check_masters(before: State, low: State, after: State, changed: State) -> Iterator[str]:
+    """Yield tensors whose masters do not follow the edit, or change without one."""
     for name, master in after.items():
-        wanted = torch.where(low[name] == changed[name], was[name], changed[name].to(was[name].dtype))
-        if not torch.equal(master, wanted):
-            yield f"{(master != wanted).sum()} of {master.numel()} masters of {name} are others"
+        expected = torch.where(low[name] == changed[name], before[name], changed[name].to(before[name].dtype))
+        if not torch.equal(master, expected):
+            yield f"{(master != expected).sum()} of {master.numel()} masters of {name} are wrong"
 
 
-def held_of(whole: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of ``whole``: all of it, or its experts."""
-    if whole.shape == held.shape:
+def part_of(whole: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of ``whole``: everything, or its experts."""
+    if whole.shape == local.shape:
         return whole
-    return whole[dist.get_rank() * held.shape[0] :][: held.shape[0]]
+    return whole[dist.get_rank() * local.shape[0] :][: local.shape[0]]
 
 
 def run(path: Path, case: Case) -> list[str]:
@@ -143,37 +143,37 @@ def run(path: Path, case: Case) -> list[str]:
         path, zero_stage=case.stage, engine_config=config, expert_parallel=case.experts, progress=False
     )
     names = [NORM, MATRIX, EMBEDDING] + ([EXPERTS] if case.kind == "mixtral" else [])
-    unread: State = {}
+    loaded: State = {}
     if case.before:
-        # The masters that this load would have had, of the checkpoint's own fp32 values.
+        # The masters that this load reads: the checkpoint's fp32 values.
         from transformers import AutoModelForCausalLM
 
-        unread = dict(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).named_parameters())
+        loaded = dict(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).named_parameters())
         low = halves(model)
-        wrong = list(edited(model, names))
+        errors = list(edit(model, names))
         changed = halves(model)
-    groups = grouped(model, case.groups)
+    groups = parameter_groups(model, case.groups)
     engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(groups), config=config)
     if case.before:
-        if case.stage == 0:  # Made by DeepSpeed, of the parameters.
-            unread = {name: tensor.float() for name, tensor in low.items()}
-        own = {name: held_of(unread[name].detach(), tensor) for name, tensor in low.items()}
-        wrong += list(kept(own, low, masters(engine), changed))
+        if case.stage == 0:  # DeepSpeed makes masters from the parameters
+            loaded = {name: tensor.float() for name, tensor in low.items()}
+        before = {name: part_of(loaded[name].detach(), tensor) for name, tensor in low.items()}
+        errors += list(check_masters(before, low, read_masters(engine), changed))
     else:
         step(engine, 1)
-        was, low = masters(engine), halves(model)
-        wrong = list(edited(engine, names))
+        before, low = read_masters(engine), halves(model)
+        errors = list(edit(engine, names))
         changed = halves(model)
-        wrong += list(kept(was, low, masters(engine), changed))
+        errors += list(check_masters(before, low, read_masters(engine), changed))
     if case.stage > 0 and not any(p.dtype == torch.float32 for p in model.parameters()):
-        assert any((t != t.bfloat16()).any() for t in masters(engine).values()), "masters of more bits"
+        assert any((t != t.bfloat16()).any() for t in read_masters(engine).values()), "masters have more bits"
     for group in engine.optimizer.param_groups:
         group["lr"] = 0.0
         group["weight_decay"] = 0.0
     step(engine, 2)
-    wrong += [f"{n} does not stay" for n, t in halves(model).items() if not torch.equal(t, changed[n])]
+    errors += [f"{n} is undone" for n, t in halves(model).items() if not torch.equal(t, changed[n])]
     engine.destroy()
-    return wrong
+    return errors
 
 
 def run_all(paths: dict[str, Path], cases: dict[str, Case]) -> list[str]:
@@ -187,20 +187,20 @@ def paths(tmp_path: Path) -> dict[str, Path]:
 
 
 @pytest.mark.slow
-def test_masters_keep_their_bits_beside_an_edit(paths: dict[str, Path]) -> None:
+def test_masters_keep_their_bits_around_an_edit(paths: dict[str, Path]) -> None:
     assert run_ranks(run_all, 2, paths, FAST) == [[], []]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SLOW)
-def test_masters_keep_their_bits_beside_an_edit_with_every_option(name: str, paths: dict[str, Path]) -> None:
+def test_masters_keep_their_bits_with_every_option(name: str, paths: dict[str, Path]) -> None:
     assert run_ranks(run_all, 2, paths, {name: SLOW[name]}) == [[], []]
 
 
-def moved_away(path: Path) -> None:
+def edit_offloaded(path: Path) -> None:
     import deepspeed
 
-    config = Case(2).config  # At stage 3 DeepSpeed moves the states of its own CUDA optimizer alone.
+    config = Case(2).config  # at stage 3, DeepSpeed only moves states of its own CUDA optimizer
     model = zerostart.load(path, zero_stage=2, engine_config=config, progress=False)
     optimizer = torch.optim.AdamW(model.parameters())
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
@@ -208,9 +208,9 @@ def moved_away(path: Path) -> None:
     with pytest.raises(zerostart.ZerostartError, match=r"reload_states\(\) before"):
         zerostart.gathered(engine, MATRIX, modifier_rank=0).__enter__()
     engine.reload_states()
-    assert list(edited(engine, [MATRIX])) == []
+    assert list(edit(engine, [MATRIX])) == []
 
 
 @pytest.mark.slow
-def test_states_that_were_moved_away_are_not_edited(paths: dict[str, Path]) -> None:
-    run_ranks(moved_away, 2, paths["qwen3"])
+def test_offloaded_states_are_not_edited(paths: dict[str, Path]) -> None:
+    run_ranks(edit_offloaded, 2, paths["qwen3"])

@@ -1,4 +1,4 @@
-"""One whole parameter, looked at and changed: what is written is what the engine then trains with."""
+"""Read and change one whole parameter; the engine trains with the written values."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,11 +15,11 @@ from tests.ranks import run_ranks
 EXPERTS, TIED = "model.layers.0.mlp.experts.down_proj", "lm_head.weight"
 
 
-def number(shape: torch.Size) -> torch.Tensor:
+def numbered(shape: torch.Size) -> torch.Tensor:
     return torch.arange(shape.numel(), dtype=torch.float32).view(shape) % 127 / 64
 
 
-def edit(path: Path, engine: str, options: dict[str, Any], name: str) -> None:
+def edit_and_compare(path: Path, engine: str, options: dict[str, Any], name: str) -> None:
     model = zerostart.load(path, engine=engine, progress=False, **options)
     before = dict(zerostart.full_tensors(model, rank=None))
     last = dist.get_world_size() - 1
@@ -27,12 +27,12 @@ def edit(path: Path, engine: str, options: dict[str, Any], name: str) -> None:
         assert torch.equal(tensor, before[name])
     with zerostart.gathered(model, name, modifier_rank=last) as tensor:
         if dist.get_rank() == last:
-            tensor.copy_(number(tensor.shape))
+            tensor.copy_(numbered(tensor.shape))
     after = dict(zerostart.full_tensors(model, rank=None))
-    wanted = {**before, name: number(before[name].shape).to(before[name].dtype)}
+    expected = {**before, name: numbered(before[name].shape).to(before[name].dtype)}
     if name == TIED:
-        wanted["model.embed_tokens.weight"] = wanted[name]
-    assert [n for n in wanted if not torch.equal(after[n], wanted[n])] == []
+        expected["model.embed_tokens.weight"] = expected[name]
+    assert [n for n in expected if not torch.equal(after[n], expected[n])] == []
 
 
 @pytest.mark.parametrize(
@@ -52,10 +52,10 @@ def test_a_change_reaches_every_shard(
 
 def edit_on_each_engine(path: Path, options: dict[str, Any], name: str) -> None:
     for engine in ("deepspeed", "fsdp2"):
-        edit(path, engine, options, name)
+        edit_and_compare(path, engine, options, name)
 
 
-def silently(path: Path, view: str) -> str:
+def edit_without_permission(path: Path, view: str) -> str:
     model = zerostart.load(path, engine="fsdp2", progress=False)
     before = dict(zerostart.full_tensors(model, rank=None))
 
@@ -76,15 +76,15 @@ def silently(path: Path, view: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("view", ["tensor", "numpy", "rank"])
-def test_a_change_without_saying_so_is_an_error_everywhere(view: str, tmp_path: Path) -> None:
-    found = run_ranks(silently, 2, checkpoint("qwen3", tmp_path), view)
-    assert len(set(found)) == 1
-    assert found[0].startswith("lm_head.weight was changed on rank 1, and those changes would be lost")
+def test_undeclared_change_is_an_error_on_all_ranks(view: str, tmp_path: Path) -> None:
+    messages = run_ranks(edit_without_permission, 2, checkpoint("qwen3", tmp_path), view)
+    assert len(set(messages)) == 1
+    assert messages[0].startswith("lm_head.weight was changed on rank 1, and those changes would be lost")
 
 
-def reshaped() -> dict[str, Any]:
-    """What is said of each way to give a tensor another form; transposing a square one is none."""
-    told: dict[str, Any] = {}
+def change_shape_or_dtype() -> dict[str, Any]:
+    """Return the error of each change of form; transposing a square tensor is allowed."""
+    messages: dict[str, Any] = {}
     square = torch.arange(36.0).view(6, 6)
     source = {"square": square, "weight": torch.arange(48.0).view(8, 6)}
     changes: dict[str, Callable[[torch.Tensor], Any]] = {
@@ -97,19 +97,19 @@ def reshaped() -> dict[str, Any]:
     }
     for stage in (0, 3):
         model = zerostart.load(source, model=Squares, engine="fsdp2", zero_stage=stage, progress=False)
-        for what, change in changes.items():
-            for victim in (0, 1):  # that may change it, and that may not
-                mine = change if dist.get_rank() == victim else id
+        for name, change in changes.items():
+            for victim in (0, 1):  # the modifier rank, and another one
+                own_change = change if dist.get_rank() == victim else id
                 with pytest.raises(zerostart.ZerostartError) as caught:
-                    change_weight(model, mine)
-                told[f"{what} at {stage} on {victim}"] = str(caught.value)
+                    change_weight(model, own_change)
+                messages[f"{name} at {stage} on {victim}"] = str(caught.value)
         with zerostart.gathered(model, "square", modifier_rank=1) as tensor:
             if dist.get_rank() == 1:
-                tensor.t_()  # has the form that it had
+                tensor.t_()  # keeps its shape
         after = dict(zerostart.full_tensors(model, rank=None))
         assert torch.equal(after["weight"], source["weight"])
         assert torch.equal(after["square"], square.t())
-    return told
+    return messages
 
 
 def change_weight(model: torch.nn.Module, change: Callable[[torch.Tensor], Any]) -> None:
@@ -125,17 +125,17 @@ class Squares(torch.nn.Module):
 
 
 @pytest.mark.slow
-def test_a_tensor_keeps_its_shape_and_dtype() -> None:
-    first, second = run_ranks(reshaped, 2)
+def test_shape_and_dtype_must_stay() -> None:
+    first, second = run_ranks(change_shape_or_dtype, 2)
     assert first == second
-    for what, message in first.items():
-        assert message.startswith("weight is float32 [8, 6], but came back as "), (what, message)
-        assert f"on rank {what[-1]}; the shards were not changed" in message, (what, message)
+    for case, message in first.items():
+        assert message.startswith("weight is float32 [8, 6], but came back as "), (case, message)
+        assert f"on rank {case[-1]}; the shards were not changed" in message, (case, message)
 
 
-def differently(stage: int) -> list[str]:
-    """Arguments that differ between the ranks, of which each does what its own say."""
-    rank, told = dist.get_rank(), []
+def call_differently(stage: int) -> list[str]:
+    """Pass different arguments on the ranks, each valid by itself."""
+    rank, messages = dist.get_rank(), []
     source = {"square": torch.arange(36.0).view(6, 6), "weight": torch.arange(48.0).view(8, 6)}
     model = zerostart.load(source, model=Squares, engine="fsdp2", zero_stage=stage, progress=False)
 
@@ -143,7 +143,7 @@ def differently(stage: int) -> list[str]:
         with zerostart.gathered(model, name, modifier_rank=modifier):
             pass
 
-    for ask in (
+    for call in (
         lambda: list(zerostart.full_tensors(model, rank)),
         lambda: list(zerostart.full_tensors(model, None if rank else 0)),
         lambda: change("weight", rank),
@@ -151,15 +151,15 @@ def differently(stage: int) -> list[str]:
         lambda: change(["square", "weight"][rank], None),
     ):
         with pytest.raises(zerostart.ZerostartError, match="the ranks do not do the same") as caught:
-            ask()
-        told.append(str(caught.value))
-    return told
+            call()
+        messages.append(str(caught.value))
+    return messages
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 3])
-def test_ranks_with_other_arguments_are_told(stage: int) -> None:
-    first, second = run_ranks(differently, 2, stage)
+def test_different_arguments_of_ranks_are_an_error(stage: int) -> None:
+    first, second = run_ranks(call_differently, 2, stage)
     assert first == second
     assert "on rank 0' and rank 1 at" in first[0] or "to rank 0' and rank 1 at" in first[0]
     assert "modifier_rank=0" in first[2]

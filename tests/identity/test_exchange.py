@@ -1,4 +1,4 @@
-"""Own slices against reading once and exchanging: the same bits, each byte read once, nobody waits."""
+"""Reading own slices, or reading once and exchanging, gives the same bits."""
 
 import errno
 import os
@@ -27,8 +27,8 @@ SLOW = pytest.mark.slow
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 3])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_load(engine: str, world: int, checkpoints: TinyCheckpoints) -> None:
-    """Converted experts, fp32 and bf16."""
+def test_exchanged_load_equals_transformers(engine: str, world: int, checkpoints: TinyCheckpoints) -> None:
+    """Covers converted experts, fp32 and bf16."""
     path = checkpoints("qwen3_moe", sharded=True)
     from transformers import AutoModelForCausalLM
 
@@ -36,25 +36,25 @@ def test_load(engine: str, world: int, checkpoints: TinyCheckpoints) -> None:
         expected = AutoModelForCausalLM.from_pretrained(path, dtype=dtype or "auto").state_dict()
         for exchange in (True, False):
             options = {"engine": engine, "exchange": exchange, "dtype": dtype}
-            seen, report = run_ranks(load, world, path, options)[0]
-            assert differing(seen, expected) == []
+            actual, report = run_ranks(load, world, path, options)[0]
+            assert differing_names(actual, expected) == []
             assert ("as requested" in report.reading) is (world > 1)
             assert ("once and exchanged as requested" in report.reading) is (world > 1 and exchange)
 
 
-def differing(seen: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> list[str]:
-    assert seen.keys() == expected.keys()
-    return [n for n, t in expected.items() if seen[n].dtype != t.dtype or not torch.equal(seen[n], t)]
+def differing_names(actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> list[str]:
+    assert actual.keys() == expected.keys()
+    return [n for n, t in expected.items() if actual[n].dtype != t.dtype or not torch.equal(actual[n], t)]
 
 
-def load(path: Path, options: dict[str, Any], model: Any = None) -> tuple[dict[str, torch.Tensor], Any]:
-    made = zerostart.load(path, model, progress=False, **options)
-    seen = {name: tensor for name, tensor in zerostart.full_tensors(made) if tensor is not None}
-    return seen, zerostart.report(made)
+def load(path: Path, options: dict[str, Any], kind: Any = None) -> tuple[dict[str, torch.Tensor], Any]:
+    model = zerostart.load(path, kind, progress=False, **options)
+    tensors = {name: tensor for name, tensor in zerostart.full_tensors(model) if tensor is not None}
+    return tensors, zerostart.report(model)
 
 
 class Plain(nn.Module):
-    """Parameters that do not divide evenly, and buffers that every rank holds, one beyond a message."""
+    """Unevenly divisible parameters, and buffers on every rank, one larger than a message."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,20 +71,20 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("engine", "world", "limit"),
+    ("engine", "world", "memory_limit"),
     [
         ("deepspeed", 3, None),
         *(pytest.param(engine, world, MiB, marks=SLOW) for engine in ENGINES for world in (1, 3)),
         pytest.param("fsdp2", 2, None, marks=SLOW),
     ],
 )
-def test_replicated_buffers(engine: str, world: int, limit: int | None, plain: Path) -> None:
+def test_replicated_buffers(engine: str, world: int, memory_limit: int | None, plain: Path) -> None:
     expected = load_file(plain)
     buffers = sum(t.nbytes for name, t in expected.items() if name in dict(Plain().named_buffers()))
     stored = sum(t.nbytes for t in expected.values())
-    options = {"engine": engine, "exchange": True, "memory_limit": limit}
+    options = {"engine": engine, "exchange": True, "memory_limit": memory_limit}
     outcomes = run_ranks(load, world, plain, options, Plain)
-    assert differing(outcomes[0][0], expected) == []
+    assert differing_names(outcomes[0][0], expected) == []
     reports = [report for _, report in outcomes]
     assert stored <= sum(report.read_bytes for report in reports) <= 1.01 * stored
     exchanged = sum(report.exchanged_bytes for report in reports)
@@ -97,14 +97,14 @@ def test_replicated_buffers(engine: str, world: int, limit: int | None, plain: P
 @pytest.mark.slow
 @pytest.mark.parametrize("exchange", [True, False])
 def test_replicas_of_shards(exchange: bool, checkpoints: TinyCheckpoints) -> None:
-    """Two copies of the model, each in two shards: half of each comes from another rank."""
+    """Two copies in two shards each: half of each copy comes from another rank."""
     path = checkpoints("qwen3_moe", sharded=True)
     from transformers import AutoModelForCausalLM
 
     expected = AutoModelForCausalLM.from_pretrained(path).state_dict()
     options = {"engine": "fsdp2", "engine_config": {"replicate": 2}, "exchange": exchange}
     outcomes = run_ranks(load, 4, path, options)
-    assert differing(outcomes[0][0], expected) == []
+    assert differing_names(outcomes[0][0], expected) == []
     stored = sum(t.nbytes for f in path.glob("*.safetensors") for t in load_file(f).values())
     read, received = (
         sum(getattr(report, kind) for _, report in outcomes) for kind in ("read_bytes", "exchanged_bytes")
@@ -113,10 +113,10 @@ def test_replicas_of_shards(exchange: bool, checkpoints: TinyCheckpoints) -> Non
     assert received == pytest.approx(stored if exchange else 0, rel=0.02)
 
 
-# Errors: on all ranks, the same, and soon.
+# Errors reach all ranks quickly.
 
 
-def same_error(outcomes: list[Outcome], kind: type[Exception], *words: str) -> None:
+def check_same_error(outcomes: list[Outcome], kind: type[Exception], *words: str) -> None:
     name = f"{kind.__module__}.{kind.__name__}"
     assert {outcome.error for outcome in outcomes} == {name}, [o.describe() for o in outcomes]
     assert len({outcome.message for outcome in outcomes}) == 1
@@ -126,47 +126,44 @@ def same_error(outcomes: list[Outcome], kind: type[Exception], *words: str) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 2])
-def test_storage_error_of_one_reader(victim: int, plain: Path) -> None:
+def test_read_error_is_raised_on_all_ranks(victim: int, plain: Path) -> None:
     outcomes = rank_outcomes(load_with_fault, 3, plain, victim)
-    same_error(
+    check_same_error(
         outcomes, errors.ReadError, f"rank {victim}", "model.safetensors at offset", os.strerror(errno.EIO)
     )
 
 
 def load_with_fault(path: Path, victim: int) -> None:
-    """The third read fails; the group is whole afterwards."""
+    """Make the third read fail; the group must still work afterwards."""
     count = 0
-    extents = FileReader.read
+    read = FileReader.read
 
-    def failing(self: Any, file: int, offset: int, buffers: Any) -> None:
+    def fail_third(self: Any, file: int, offset: int, buffers: Any) -> None:
         nonlocal count
         count += 1
         if count > 2:
             raise errors.ReadError(
                 f"reading {self._files[file]} at offset {offset} failed: {os.strerror(errno.EIO)}"
             )
-        extents(self, file, offset, buffers)
+        read(self, file, offset, buffers)
 
     world = current_world()
     if world.rank == victim:
-        FileReader.read = failing  # type: ignore[method-assign]
+        FileReader.read = fail_third  # type: ignore[method-assign]
     try:
-        # Buffers alone: every read is one of an exchange.
-        made = nn.Module()
-        made.register_buffer("table", torch.empty(1600, 500, device="meta"))
+        # With only buffers, every read belongs to an exchange.
+        model = nn.Module()
+        model.register_buffer("table", torch.empty(1600, 500, device="meta"))
         zerostart.load(
-            path, made, engine="fsdp2", exchange=True, memory_limit=MiB // 4, strict=False, progress=False
+            path, model, engine="fsdp2", exchange=True, memory_limit=MiB // 4, strict=False, progress=False
         )
     finally:
         assert world.all_gather_object(world.rank, "after") == [0, 1, 2]
 
 
-# Memory.
-
-
 @pytest.mark.slow
 def test_exchange_within_the_memory_limit(tmp_path: Path) -> None:
-    """48 MiB that every rank gets whole, in 4 MiB of buffers."""
+    """Load a replicated 48 MiB table through 4 MiB of buffers."""
     path = tmp_path / "model.safetensors"
     save_file({"table": torch.ones(12, MiB)}, path)
     for peak in run_ranks(load_measured, 3, path):
@@ -174,23 +171,23 @@ def test_exchange_within_the_memory_limit(tmp_path: Path) -> None:
 
 
 def load_measured(path: Path) -> int:
-    for _ in range(2):  # the first makes what a process group's first messages make
-        made = nn.Module()
-        made.register_buffer("table", torch.empty(12, MiB, device="meta"))
-        made = zerostart.load(path, made, engine="fsdp2", exchange=True, memory_limit=4 * MiB, progress=False)
-        report = zerostart.report(made)
+    for _ in range(2):  # the first load sets up the process group's connections
+        net = nn.Module()
+        net.register_buffer("table", torch.empty(12, MiB, device="meta"))
+        net = zerostart.load(path, net, engine="fsdp2", exchange=True, memory_limit=4 * MiB, progress=False)
+        report = zerostart.report(net)
     return int(report.peak_host_bytes)
 
 
 @pytest.mark.slow
-def test_memory_limit_that_leaves_no_room(checkpoints: TinyCheckpoints) -> None:
+def test_too_small_memory_limit_is_an_error(checkpoints: TinyCheckpoints) -> None:
     outcomes = rank_outcomes(load_in_little_memory, 2, checkpoints("qwen3"))
-    same_error(outcomes, errors.ConfigError, "exchange=True", "memory_limit")
+    check_same_error(outcomes, errors.ConfigError, "exchange=True", "memory_limit")
 
 
 def load_in_little_memory(path: Path) -> None:
     dist.barrier()
     options: dict[str, Any] = {"engine": "fsdp2", "memory_limit": 1 << 16, "progress": False}
-    made = zerostart.load(path, exchange=None, **options)
-    assert zerostart.report(made).exchanged_bytes == 0
+    model = zerostart.load(path, exchange=None, **options)
+    assert zerostart.report(model).exchanged_bytes == 0
     zerostart.load(path, exchange=True, **options)

@@ -1,4 +1,4 @@
-"""Every placement of FSDP2: loaded, planned, gathered and trained, against torch's own ``fully_shard``."""
+"""Every placement of FSDP2 loads, plans, gathers and trains like torch's ``fully_shard``."""
 
 import copy
 import itertools
@@ -23,8 +23,8 @@ KIND = "qwen3_moe_aligned"
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
-def widest(parameter: nn.Parameter) -> Shard | None:
-    """Experts along dimension 1, matrices along their last where it is even; the rest as usual."""
+def widest_dimension(parameter: nn.Parameter) -> Shard | None:
+    """Shard experts along dimension 1 and matrices along an even last dimension."""
     if parameter.dim() == 3:
         return Shard(1)
     if parameter.dim() == 2 and parameter.shape[-1] % 2 == 0:
@@ -32,35 +32,35 @@ def widest(parameter: nn.Parameter) -> Shard | None:
     return None
 
 
-def turned_mesh() -> Any:
-    """Replicas next to each other, and not one copy of the model after the other."""
+def interleaved_mesh() -> Any:
+    """Make a mesh with replicas of a shard on neighbouring ranks."""
     from torch.distributed.device_mesh import DeviceMesh
 
     ranks = torch.arange(dist.get_world_size()).view(-1, 2).t().contiguous()
     return DeviceMesh("cpu", ranks, mesh_dim_names=("copies", "pieces"))
 
 
-#: ``engine_config``, made on the ranks; what makes the mesh of the reference; and the world size.
+#: Function that makes ``engine_config`` on a rank, and the world size.
 PLACEMENTS: dict[str, tuple[Callable[[], dict[str, Any]], int]] = {
     "plain": (dict, 2),
     "cpu-offload": (lambda: {"offload_policy": CPUOffloadPolicy(pin_memory=False)}, 2),
     "mixed-precision": (lambda: {"mp_policy": BF16}, 2),
     "replicas": (lambda: {"replicate": 2}, 4),
     "replicas-only": (lambda: {"replicate": 2, "reshard_after_forward": True}, 2),
-    "replicas-by-mesh": (lambda: {"mesh": turned_mesh()}, 4),
-    "other-dimensions": (lambda: {"shard_placement_fn": widest}, 2),
-    "replicas-other-dimensions": (lambda: {"replicate": 2, "shard_placement_fn": widest}, 4),
+    "replicas-by-mesh": (lambda: {"mesh": interleaved_mesh()}, 4),
+    "other-dimensions": (lambda: {"shard_placement_fn": widest_dimension}, 2),
+    "replicas-other-dimensions": (lambda: {"replicate": 2, "shard_placement_fn": widest_dimension}, 4),
     "kept-gathered": (lambda: {"reshard_after_forward": False}, 3),
     "gathered-in-pairs": (lambda: {"reshard_after_forward": 2}, 4),
     "units-by-name": (lambda: {"wrap": ["model.layers.*", "Qwen3MoeAttention", nn.Embedding]}, 2),
 }
 
 
-#: What is combined with each of the others, on meshes with and without replicas.
-COMBINED: dict[str, Callable[[], dict[str, Any]]] = {
+#: Options that are combined with each other, on meshes with and without replicas.
+COMBINED_OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
     "cpu-offload": lambda: {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
     "mixed-precision": lambda: {"mp_policy": BF16},
-    "other-dimensions": lambda: {"shard_placement_fn": widest},
+    "other-dimensions": lambda: {"shard_placement_fn": widest_dimension},
 }
 
 
@@ -71,43 +71,43 @@ def path(checkpoints: TinyCheckpoints) -> Path:
 
 @pytest.fixture(scope="module")
 def reference(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    where = tmp_path_factory.mktemp("references") / "whole.pt"
-    torch.save(Snapshot.of(pretrained(path, torch.float32)).state, where)
-    return where
+    file = tmp_path_factory.mktemp("references") / "whole.pt"
+    torch.save(Snapshot.of(pretrained(path, torch.float32)).state, file)
+    return file
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_placements_train_as_torchs_own(placement: str, path: Path, reference: Path) -> None:
+def test_placements_train_like_fully_shard(placement: str, path: Path, reference: Path) -> None:
     world_size = PLACEMENTS[placement][1]
-    for rank, (ours, torchs, planned, read) in enumerate(
+    for rank, (ours, stock, planned, read) in enumerate(
         run_ranks(compare, world_size, placement, path, reference)
     ):
-        assert ours == torchs
+        assert ours == stock
         assert planned == read, f"rank {rank}"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_every_combination_trains_as_torchs_own(replicas: int, path: Path, reference: Path) -> None:
-    for rank, found in enumerate(
+def test_combinations_train_like_fully_shard(replicas: int, path: Path, reference: Path) -> None:
+    for rank, results in enumerate(
         run_ranks(compare_all, 2 * replicas, replicas, path, reference, timeout=280)
     ):
-        for names, (ours, torchs, planned, read) in found.items():
-            assert ours == torchs, names
+        for names, (ours, stock, planned, read) in results.items():
+            assert ours == stock, names
             assert planned == read, (names, f"rank {rank}")
 
 
 def compare_all(replicas: int, path: Path, reference: Path) -> dict[str, tuple[Any, Any, int, int]]:
-    """Every set of two or more of COMBINED, and of one where there are replicas."""
-    found = {}
-    for count in range(2 if replicas == 1 else 1, len(COMBINED) + 1):
-        for names in itertools.combinations(COMBINED, count):
+    """Compare every set of two or more options, and single ones with replicas."""
+    results = {}
+    for count in range(2 if replicas == 1 else 1, len(COMBINED_OPTIONS) + 1):
+        for names in itertools.combinations(COMBINED_OPTIONS, count):
             config = {"replicate": replicas} if replicas > 1 else {}
             for name in names:
-                config |= COMBINED[name]()
-            found["+".join(names)] = compare_with(config, path, reference)
-    return found
+                config |= COMBINED_OPTIONS[name]()
+            results["+".join(names)] = compare_with(config, path, reference)
+    return results
 
 
 def compare(placement: str, path: Path, reference: Path) -> tuple[Any, Any, int, int]:
@@ -115,7 +115,7 @@ def compare(placement: str, path: Path, reference: Path) -> tuple[Any, Any, int,
 
 
 def compare_with(config: dict[str, Any], path: Path, reference: Path) -> tuple[Any, Any, int, int]:
-    """On a rank: what the loaded model and torch's own do in two steps, and bytes planned and read."""
+    """Return two steps of both models, and bytes planned and read."""
     from transformers import AutoModelForCausalLM
 
     model = zerostart.load(path, engine="fsdp2", engine_config=config, progress=False)
@@ -128,7 +128,7 @@ def compare_with(config: dict[str, Any], path: Path, reference: Path) -> tuple[A
         assert same_bits(parameter.full_tensor().detach(), expected[name]), name
 
     stock = AutoModelForCausalLM.from_pretrained(path)
-    shard_as_torch_does(stock, model, config)
+    shard_by_torch(stock, model, config)
     for (name, ours), theirs in zip(model.named_parameters(), stock.parameters(), strict=True):
         assert ours.placements == theirs.placements, name
         assert same_bits(ours.to_local(), theirs.to_local()), name
@@ -137,7 +137,7 @@ def compare_with(config: dict[str, Any], path: Path, reference: Path) -> tuple[A
     return two_steps(model), two_steps(stock), plan.ranks[dist.get_rank()].read_bytes, read
 
 
-def shard_as_torch_does(stock: nn.Module, ours: nn.Module, config: dict[str, Any]) -> None:
+def shard_by_torch(stock: nn.Module, ours: nn.Module, config: dict[str, Any]) -> None:
     """Wrap the modules that are units in ``ours``, innermost first."""
     options = {k: v for k, v in config.items() if k not in ("mesh", "replicate", "wrap")}
     size = dist.get_world_size()

@@ -1,4 +1,4 @@
-"""Parameters without dimensions on FSDP2: whole on every rank, frozen; to train one is refused by name."""
+"""FSDP2 keeps scalar parameters whole and frozen, and refuses to train them."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ WIDTH = 6
 
 
 class Scaled(nn.Module):
-    """A factor of the model's own, one in each block, and a module that has nothing else."""
+    """Scalar parameters of the model, of its blocks, and of a module without others."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ def batch(rank: int, step: int) -> torch.Tensor:
     return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-def frozen(model: nn.Module) -> nn.Module:
+def freeze_scalars(model: nn.Module) -> nn.Module:
     for parameter in model.parameters():
         parameter.requires_grad_(bool(parameter.dim()))
     return model
@@ -63,29 +63,29 @@ def load(source: Any) -> nn.Module:
     return zerostart.load(source, model=Scaled, engine="fsdp2", progress=False)
 
 
-def in_shards(state: dict[str, torch.Tensor]) -> dict[str, Any]:
+def load_in_shards(state: dict[str, torch.Tensor]) -> dict[str, Any]:
     model = load(state)
-    found: dict[str, Any] = {"held": dict(zerostart.full_tensors(model, rank=None))}
-    whole = Scaled()
-    whole.load_state_dict(state)
-    found["digests"] = zerostart.digest(model) == zerostart.digest(whole)
+    results: dict[str, Any] = {"tensors": dict(zerostart.full_tensors(model, rank=None))}
+    unsharded = Scaled()
+    unsharded.load_state_dict(state)
+    results["digests"] = zerostart.digest(model) == zerostart.digest(unsharded)
     with torch.no_grad():
-        found["forward"] = model(batch(0, 0))
+        results["forward"] = model(batch(0, 0))
     with pytest.raises(EngineError, match=r"factor, blocks\.0\.factor, .* gain\.weight.*freeze them"):
         model(batch(0, 0))
-    frozen(model)(batch(dist.get_rank(), 0)).square().mean().backward()
-    return found
+    freeze_scalars(model)(batch(dist.get_rank(), 0)).square().mean().backward()
+    return results
 
 
 @pytest.mark.slow
-def test_parameters_without_dimensions() -> None:
+def test_scalar_parameters_are_loaded_and_refused_in_training() -> None:
     torch.manual_seed(0)
     model = Scaled()
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with torch.no_grad():
         forward = model(batch(0, 0))
-    for found in run_ranks(in_shards, 2, state):
-        assert found["digests"]
-        assert found["held"].keys() == state.keys()
-        assert all(torch.equal(found["held"][name], tensor) for name, tensor in state.items())
-        assert torch.equal(found["forward"], forward)
+    for results in run_ranks(load_in_shards, 2, state):
+        assert results["digests"]
+        assert results["tensors"].keys() == state.keys()
+        assert all(torch.equal(results["tensors"][name], tensor) for name, tensor in state.items())
+        assert torch.equal(results["forward"], forward)

@@ -1,4 +1,4 @@
-"""A sharded load, gathered, equals transformers' own unsharded load of the same files, bit for bit."""
+"""A sharded load equals transformers' unsharded load of the same files, bit for bit."""
 
 import json
 import traceback
@@ -20,7 +20,7 @@ from tests.tiny import TinyCheckpoints
 
 @dataclass(frozen=True)
 class Case:
-    """One checkpoint: its kind, the dtype that it stores, the dtype asked for, one file or many."""
+    """One checkpoint: kind, stored dtype, requested dtype, one file or several."""
 
     kind: str
     stored: torch.dtype
@@ -46,7 +46,7 @@ CASES = {
     **{f"{name}-to-f32": Case(name, BF16, F32, chunk_size=1 << 16) for name in QUANTISED},
 }
 ENGINES = {"ZeRO-3": ("deepspeed", 3), "ZeRO-2": ("deepspeed", 2), "FSDP2": ("fsdp2", 3)}
-#: Run with two ranks in `make test`: a dense model, a tied one, mixtures of experts, and the quantised ones.
+#: Cases of the fast suite, with two ranks.
 FAST = {"minilm", "qwen3-tied", "qwen3_moe-bf16-sharded", "gpt_oss-to-bf16", *QUANTISED}
 RUNS = [
     pytest.param(size, case, marks=[] if size == 2 and case in FAST else pytest.mark.slow)
@@ -57,7 +57,7 @@ RUNS = [
 
 @dataclass(frozen=True)
 class Task:
-    """What a rank needs of a case: plain paths, for tensors would have to be pickled."""
+    """A case for the ranks, with paths instead of tensors because it is pickled."""
 
     name: str
     path: Path
@@ -69,26 +69,26 @@ class Task:
 @pytest.fixture(scope="module")
 def tasks(checkpoints: TinyCheckpoints, tmp_path_factory: pytest.TempPathFactory) -> list[Task]:
     folder = tmp_path_factory.mktemp("references")
-    made = []
+    tasks_of_cases = []
     quantised = {name: make(folder / f"{name}-stored") for name, make in QUANTISED.items()}
     for name, case in CASES.items():
         path = quantised.get(case.kind) or checkpoints(case.kind, case.stored, sharded=case.sharded)
         reference = folder / f"{name}.pt"
-        whole = Snapshot.of(pretrained(path, case.dtype))
+        snapshot = Snapshot.of(pretrained(path, case.dtype))
         if case.kind in QUANTISED and case.dtype is not None:
-            # Transformers leaves what is not quantised in the dtype stored, whatever dtype was asked for.
-            whole.state = {n: tensor.to(case.dtype) for n, tensor in whole.state.items()}
-        torch.save(whole, reference)
-        made.append(Task(name, path, case.dtype, case.chunk_size, reference))
-    return made
+            # transformers leaves unquantised tensors in their stored dtype.
+            snapshot.state = {n: tensor.to(case.dtype) for n, tensor in snapshot.state.items()}
+        torch.save(snapshot, reference)
+        tasks_of_cases.append(Task(name, path, case.dtype, case.chunk_size, reference))
+    return tasks_of_cases
 
 
 Differences = list[dict[str, list[str]]]
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[tuple[str, int, bool], Differences]:
-    """Differences by engine, world size and suite, filled on first use: one group of ranks for all cases."""
+def differences_by_run() -> dict[tuple[str, int, bool], Differences]:
+    """Cached differences by engine, world size and suite, to use one group of ranks."""
     return {}
 
 
@@ -99,18 +99,18 @@ def test_identical_to_the_unsharded_load(
     world_size: int,
     case: str,
     tasks: list[Task],
-    found: dict[tuple[str, int, bool], Differences],
+    differences_by_run: dict[tuple[str, int, bool], Differences],
 ) -> None:
     key = engine, world_size, case in FAST
-    if key not in found:
-        chosen = [task for task in tasks if (task.name in FAST) == key[2]]
-        found[key] = run_ranks(compare_all, world_size, engine, chosen)
-    for rank, lines in enumerate(found[key]):
-        assert not lines[case], f"rank {rank}:\n" + "\n".join(lines[case])
+    if key not in differences_by_run:
+        selected = [task for task in tasks if (task.name in FAST) == key[2]]
+        differences_by_run[key] = run_ranks(compare_all, world_size, engine, selected)
+    for rank, by_case in enumerate(differences_by_run[key]):
+        assert not by_case[case], f"rank {rank}:\n" + "\n".join(by_case[case])
 
 
-def test_the_reference_has_what_it_should(tasks: list[Task]) -> None:
-    """The cases exercise what they are for; otherwise an empty comparison would pass."""
+def test_references_have_their_special_properties(tasks: list[Task]) -> None:
+    """The cases have the properties for which they were chosen."""
     references = {task.name: torch.load(task.reference, weights_only=False) for task in tasks}
     assert references["qwen3-tied"].ties == [["lm_head.weight", "model.embed_tokens.weight"]]
     assert references["minilm"].unsaved.keys() >= {"embeddings.position_ids"}
@@ -122,7 +122,7 @@ def test_the_reference_has_what_it_should(tasks: list[Task]) -> None:
 
 
 def compare_all(engine: str, tasks: list[Task]) -> dict[str, list[str]]:
-    """On a rank: load every case and list its differences, or how it failed."""
+    """Load every case on this rank; list its differences or its traceback."""
     lines: dict[str, list[str]] = {}
     name, stage = ENGINES[engine]
     for task in tasks:
@@ -141,12 +141,9 @@ def compare_all(engine: str, tasks: list[Task]) -> dict[str, list[str]]:
     return lines
 
 
-# Quantised checkpoints.
-
-
-def test_blocks_that_the_edge_of_a_weight_cuts_off(tmp_path: Path) -> None:
-    """DeepSeek-V3 has them; transformers refuses them, or is wrong. The formula is of the model's release."""
-    path = deepseek_v3_fp8(tmp_path / "cut", (32, 32), DEEPSEEK)
+def test_partial_blocks_at_the_edge_of_a_weight(tmp_path: Path) -> None:
+    """DeepSeek-V3 has such blocks, which transformers refuses; the formula is the model's."""
+    path = deepseek_v3_fp8(tmp_path / "partial", (32, 32), DEEPSEEK)
     stored: dict[str, torch.Tensor] = {}
     for file in path.glob("*.safetensors"):
         stored |= load_file(file)
@@ -157,14 +154,14 @@ def test_blocks_that_the_edge_of_a_weight_cuts_off(tmp_path: Path) -> None:
         plain = name.removesuffix("_scale_inv")
         if name.endswith("_scale_inv") and plain in loaded:
             weight = stored[plain]
-            spread = scales.repeat_interleave(32, 0).repeat_interleave(32, 1)
-            want = weight.float() * spread[: weight.shape[0], : weight.shape[1]]
-            assert torch.equal(loaded[plain], want), plain
+            block_scales = scales.repeat_interleave(32, 0).repeat_interleave(32, 1)
+            expected = weight.float() * block_scales[: weight.shape[0], : weight.shape[1]]
+            assert torch.equal(loaded[plain], expected), plain
             checked += any(size % 32 for size in weight.shape)
     assert checked > 10
 
 
-def test_a_method_without_dequantisation_is_refused_by_name(tmp_path: Path) -> None:
+def test_unsupported_quantisation_is_refused(tmp_path: Path) -> None:
     path = QUANTISED["gpt_oss-mxfp4"](tmp_path / "awq")
     config = json.loads((path / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True}
@@ -174,11 +171,11 @@ def test_a_method_without_dequantisation_is_refused_by_name(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", QUANTISED)
-def test_a_save_is_the_dequantised_load_again(name: str, tmp_path: Path) -> None:
-    """Saved under names that plain transformers takes as weights; mxfp4's were ``..._blocks``."""
+def test_save_of_a_dequantised_load_is_plain(name: str, tmp_path: Path) -> None:
+    """Names are those of plain weights, not mxfp4's ``..._blocks``."""
     path = QUANTISED[name](tmp_path / "quantised")
     model = zerostart.load(path, engine="fsdp2", dtype=BF16, progress=False)
     zerostart.save(model, tmp_path / "saved")
-    whole, found = pretrained(path, BF16).state_dict(), pretrained(tmp_path / "saved", BF16).state_dict()
-    assert whole.keys() == found.keys()
-    assert not [n for n, tensor in whole.items() if not torch.equal(found[n], tensor.to(found[n].dtype))]
+    expected, saved = pretrained(path, BF16).state_dict(), pretrained(tmp_path / "saved", BF16).state_dict()
+    assert expected.keys() == saved.keys()
+    assert not [n for n, tensor in expected.items() if not torch.equal(saved[n], tensor.to(saved[n].dtype))]

@@ -1,4 +1,4 @@
-"""Leaf modules of DeepSpeed on loaded models, and experts to which ranks send their tokens differently."""
+"""DeepSpeed leaf modules: experts whose routing differs between ranks."""
 
 import copy
 from typing import Any
@@ -15,7 +15,7 @@ HIDDEN, EXPERTS = 8, 4
 
 
 class Mixture(nn.Module):
-    """Each token goes through one of several experts, modules of their own; others do not run."""
+    """Route each token through one expert; the other experts do not run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -23,10 +23,10 @@ class Mixture(nn.Module):
             nn.Sequential(nn.Linear(HIDDEN, 6), nn.ReLU(), nn.Linear(6, HIDDEN)) for _ in range(EXPERTS)
         )
 
-    def forward(self, hidden: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, routes: torch.Tensor) -> torch.Tensor:
         out = torch.zeros_like(hidden)
-        for number in chosen.unique().tolist():
-            rows = chosen == number
+        for number in routes.unique().tolist():
+            rows = routes == number
             out = out.index_put((rows.nonzero()[:, 0],), self.experts[number](hidden[rows]))
         return out
 
@@ -36,30 +36,30 @@ class Model(nn.Module):
         super().__init__()
         self.first, self.mixture, self.last = nn.Linear(HIDDEN, HIDDEN), Mixture(), nn.Linear(HIDDEN, 1)
 
-    def forward(self, rows: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        return self.last(rows + self.mixture(self.first(rows), chosen)).square().mean()
+    def forward(self, rows: torch.Tensor, routes: torch.Tensor) -> torch.Tensor:
+        return self.last(rows + self.mixture(self.first(rows), routes)).square().mean()
 
 
-#: Experts of each rank's tokens, by step: other ones, and another number of them.
-CHOSEN = (([0, 0, 0, 0], [3, 2, 1, 2]), ([1, 2, 1, 2], [3, 3, 3, 3]), ([0, 1, 2, 3], [0, 0, 1, 1]))
+#: Experts of each rank's tokens, by step; their number differs, too.
+ROUTES = (([0, 0, 0, 0], [3, 2, 1, 2]), ([1, 2, 1, 2], [3, 3, 3, 3]), ([0, 1, 2, 3], [0, 0, 1, 1]))
 
 
 def rows(step: int) -> torch.Tensor:
     return torch.randn((2, 4, HIDDEN), generator=torch.Generator().manual_seed(step))
 
 
-def stepped(model: nn.Module) -> torch.optim.Optimizer:
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
 
 
-def alone(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def train_alone(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     model = Model()
     model.load_state_dict(weights)
-    optimizer = stepped(model)
-    for step, chosen in enumerate(CHOSEN):
-        both = [model(rows(step)[rank], torch.tensor(chosen[rank])) for rank in range(2)]
-        (sum(both) / 2).backward()  # type: ignore[union-attr]
-        # What no rank has sent a token to has a gradient of zero, as a leaf gives it.
+    optimizer = make_optimizer(model)
+    for step, routes in enumerate(ROUTES):
+        losses = [model(rows(step)[rank], torch.tensor(routes[rank])) for rank in range(2)]
+        (sum(losses) / 2).backward()  # type: ignore[union-attr]
+        # A leaf gives unused experts gradients of zero.
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         optimizer.step()
@@ -67,7 +67,7 @@ def alone(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
 
-def configured(**zero: Any) -> dict[str, Any]:
+def leaf_config(**zero: Any) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_clipping": 0.0,
@@ -76,8 +76,8 @@ def configured(**zero: Any) -> dict[str, Any]:
     }
 
 
-def apart(weights: dict[str, torch.Tensor], case: str) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """The weights at the end, and the names of the leaves."""
+def train_on_ranks(weights: dict[str, torch.Tensor], case: str) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """Return the final weights, and the names of the leaves."""
     import deepspeed
 
     sections: dict[str, dict[str, Any]] = {
@@ -85,25 +85,25 @@ def apart(weights: dict[str, torch.Tensor], case: str) -> tuple[dict[str, torch.
         "classes": {"classes": ["Mixture"]},
         "suffixes": {"name_suffixes": ["xture"]},
     }
-    config = configured(**({"leaf_module": sections[case]} if case in sections else {}))
+    config = leaf_config(**({"leaf_module": sections[case]} if case in sections else {}))
     model = zerostart.load(weights, Model, engine_config=config, progress=False)
     leaves = [name for name, module in model.named_modules() if getattr(module, "_z3_leaf", False)]
     assert leaves == ([] if case in sections else ["mixture"])
-    engine, *_ = deepspeed.initialize(model=model, optimizer=stepped(model), config=config)
-    for step, chosen in enumerate(CHOSEN):
-        engine.backward(engine(rows(step)[dist.get_rank()], torch.tensor(chosen[dist.get_rank()])))
+    engine, *_ = deepspeed.initialize(model=model, optimizer=make_optimizer(model), config=config)
+    for step, routes in enumerate(ROUTES):
+        engine.backward(engine(rows(step)[dist.get_rank()], torch.tensor(routes[dist.get_rank()])))
         engine.step()
     leaves = [name for name, module in model.named_modules() if getattr(module, "_z3_leaf", False)]
     return {n: t for n, t in zerostart.full_tensors(engine, rank=None) if t is not None}, leaves
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["nothing said", "names", "classes", "suffixes"])
-def test_routing_that_differs_between_ranks(case: str) -> None:
+@pytest.mark.parametrize("case", ["default", "names", "classes", "suffixes"])
+def test_different_routing_on_ranks(case: str) -> None:
     torch.manual_seed(0)
     weights = copy.deepcopy(Model().state_dict())
-    expected = alone(weights)
-    for found, leaves in run_ranks(apart, 2, weights, case, timeout=60):
+    expected = train_alone(weights)
+    for weights_of_rank, leaves in run_ranks(train_on_ranks, 2, weights, case, timeout=60):
         assert leaves == ["mixture"]
         for name, tensor in expected.items():
-            torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(weights_of_rank[name], tensor, rtol=1e-5, atol=1e-6)

@@ -1,4 +1,4 @@
-"""What a checkpoint lacks is initialised as in the whole model; buffers and ties are as there."""
+"""Missing tensors are initialised like in the unsharded model, and buffers and ties agree."""
 
 import re
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from tests.ranks import run_ranks
 from tests.tiny import edit_tensors
 
 SEED = 1234
-#: Options of each model, and what its checkpoint is to lack: experts, a router, a norm, a buffer, a head.
+#: Options of each model, and the tensors to delete from its checkpoint.
 MODELS: Mapping[str, tuple[dict[str, Any], str]] = {
     "qwen3_moe": (
         {"tie_word_embeddings": True},
@@ -37,7 +37,7 @@ AXES: Mapping[str, dict[str, Any]] = {
     "tensors on fsdp2": {"engine": "fsdp2", **TENSORS},
     "both on fsdp2": {"engine": "fsdp2", **EXPERTS, **TENSORS},
 }
-#: DeepSpeed shares no tensors of a model with experts.
+#: DeepSpeed supports no tensor parallelism for models with experts.
 DENSE = "qwen3"
 MODELS_OF_DEEPSPEED = {
     DENSE: ({}, r"layers\.0\.(self_attn\.[qo]_proj|mlp\.down_proj|input_layernorm)\.weight|^lm_head")
@@ -48,22 +48,22 @@ AXES_OF_DEEPSPEED: Mapping[str, dict[str, Any]] = {
 }
 
 
-def lacking(kind: str, folder: Path) -> Path:
-    options, lost = {**MODELS, **MODELS_OF_DEEPSPEED}[kind]
+def write_incomplete(kind: str, folder: Path) -> Path:
+    options, pattern = {**MODELS, **MODELS_OF_DEEPSPEED}[kind]
     path = checkpoint(kind, folder, **options)
 
     def delete(tensors: dict[str, torch.Tensor]) -> None:
-        gone = [name for name in tensors if re.search(lost, name)]
-        assert gone
-        for name in gone:
+        names = [name for name in tensors if re.search(pattern, name)]
+        assert names
+        for name in names:
             del tensors[name]
 
     edit_tensors(path, delete)
     return path
 
 
-def compared(path: Path, cases: list[str]) -> list[str]:
-    """Each line a difference from transformers' own load after the same seed."""
+def compare(path: Path, cases: list[str]) -> list[str]:
+    """List the differences to transformers' load after the same seed."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(SEED)
@@ -76,9 +76,9 @@ def compared(path: Path, cases: list[str]) -> list[str]:
         model = zerostart.load(
             path, type(stock), strict=False, progress=False, **{**AXES, **AXES_OF_DEEPSPEED}[case]
         )
-        found = {name: t for name, t in zerostart.full_tensors(model, rank=None) if t is not None}
-        lines += [f"{case}: names" for _ in [0] if found.keys() != expected.keys()]
-        lines += [f"{case}: {n}" for n in expected if n in found and not torch.equal(found[n], expected[n])]
+        have = {name: t for name, t in zerostart.full_tensors(model, rank=None) if t is not None}
+        lines += [f"{case}: names" for _ in [0] if have.keys() != expected.keys()]
+        lines += [f"{case}: {n}" for n in expected if n in have and not torch.equal(have[n], expected[n])]
         buffers = dict(model.named_buffers())
         lines += [f"{case}: {n}" for n in unsaved if not torch.equal(buffers[n], unsaved[n])]
         lines += [f"{case}: ties {ties_of(model)}" for _ in [0] if ties_of(model) != ties]
@@ -97,5 +97,5 @@ def compared(path: Path, cases: list[str]) -> list[str]:
         *(pytest.param(kind, list(AXES), marks=pytest.mark.slow) for kind in MODELS),
     ],
 )
-def test_as_in_the_whole_model(kind: str, cases: list[str], tmp_path: Path) -> None:
-    assert run_ranks(compared, 2, lacking(kind, tmp_path), cases) == [[], []]
+def test_missing_tensors_are_initialised_like_unsharded(kind: str, cases: list[str], tmp_path: Path) -> None:
+    assert run_ranks(compare, 2, write_incomplete(kind, tmp_path), cases) == [[], []]

@@ -1,4 +1,4 @@
-"""A plain module is loaded as its own ``load_state_dict`` does it: hooks, versions, ties, shared buffers."""
+"""Plain modules load like by ``load_state_dict``: hooks, versions, ties, shared buffers."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -21,20 +21,20 @@ def tensor(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 class Renaming(nn.Module):
-    """Reads what an older version of it wrote: other names, rows in another order."""
+    """Reads the names and row order of an older version."""
 
     def __init__(self) -> None:
         super().__init__()
         self.a = nn.Linear(3, 4)
 
-    def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
+    def _load_from_state_dict(self, state: Any, prefix: str, *arguments: Any) -> None:
         for key in [key for key in state if key.startswith(f"{prefix}old_")]:
             state[prefix + key.removeprefix(f"{prefix}old_")] = state.pop(key).flip(0)
-        super()._load_from_state_dict(state, prefix, *rest)
+        super()._load_from_state_dict(state, prefix, *arguments)
 
 
 class Versioned(nn.Module):
-    """Since version 2 its weight is stored transposed."""
+    """Stores its weight transposed since version 2."""
 
     _version = 2
 
@@ -42,14 +42,14 @@ class Versioned(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(3, 3))
 
-    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *rest: Any) -> None:
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *arguments: Any) -> None:
         if (metadata.get("version") or 1) < 2:
             state[f"{prefix}weight"] = state[f"{prefix}weight"].t()
-        super()._load_from_state_dict(state, prefix, metadata, *rest)
+        super()._load_from_state_dict(state, prefix, metadata, *arguments)
 
 
 class Hooked(nn.Module):
-    """Fuses two tensors on the way in; its table may be missing."""
+    """Fuses two tensors while loading; its table may be missing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Hooked(nn.Module):
 
 
 class Computing(Hooked):
-    """Computes with its weights as soon as they are loaded."""
+    """Computes with its weights right after loading."""
 
     @staticmethod
     def _forgive(module: Any, keys: Any) -> None:
@@ -76,7 +76,7 @@ class Computing(Hooked):
 
 
 class Keeping(nn.Module):
-    """What the checkpoint lacks keeps the constructor's value."""
+    """Keeps the constructor's values of missing tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,28 +84,28 @@ class Keeping(nn.Module):
         self.b = nn.Parameter(torch.zeros(2))
         self.register_buffer("table", torch.arange(3.0))
 
-    def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
+    def _load_from_state_dict(self, state: Any, prefix: str, *arguments: Any) -> None:
         for name in ("a", "table"):
             state.setdefault(prefix + name, getattr(self, name).detach())
-        super()._load_from_state_dict(state, prefix, *rest)
+        super()._load_from_state_dict(state, prefix, *arguments)
 
 
 class Growing(nn.Module):
-    """Takes shapes, and a whole buffer, from the checkpoint."""
+    """Takes shapes and a whole buffer from the checkpoint."""
 
     def __init__(self) -> None:
         super().__init__()
         self.a = nn.Parameter(torch.zeros(1, 3))
         self.register_buffer("table", None)
 
-    def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
+    def _load_from_state_dict(self, state: Any, prefix: str, *arguments: Any) -> None:
         self.register_buffer("table", state[f"{prefix}table"].clone())
         self.a = nn.Parameter(state[f"{prefix}a"])
-        super()._load_from_state_dict(state, prefix, *rest)
+        super()._load_from_state_dict(state, prefix, *arguments)
 
 
 class Root(nn.Module):
-    """Its ``load_state_dict`` takes a wrapper's prefix away."""
+    """Removes a wrapper's prefix in ``load_state_dict``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ class Tied(nn.Module):
 
 
 class Sharing(nn.Module):
-    """A buffer of two modules; the first may keep it out of the state dict."""
+    """Two modules share a buffer, persistent in the second only."""
 
     def __init__(self, persistent: bool = False) -> None:
         super().__init__()
@@ -153,21 +153,21 @@ class BothPersistent(Sharing):
 
 
 class Views(nn.Module):
-    """Buffers that look at one memory, before and after the one that holds all of it, and an attribute."""
+    """Buffers and an attribute that view the memory of another buffer."""
 
     def __init__(self) -> None:
         super().__init__()
         table = torch.arange(12.0).view(3, 4)
-        self.register_buffer("turned", table.t()[1:])
+        self.register_buffer("transposed", table.t()[1:])
         self.register_buffer("table", table)
-        self.register_buffer("rest", table[1:], persistent=False)
-        self.register_buffer("left", table[:, :2])
+        self.register_buffer("tail", table[1:], persistent=False)
+        self.register_buffer("columns", table[:, :2])
         self.corner = table[:1, :1]
         self.weight = nn.Parameter(torch.zeros(3))
 
 
 class Computed(nn.Module):
-    """Holds a tensor that only its constructor knows how to compute."""
+    """Holds a tensor that only its constructor can compute."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -175,7 +175,7 @@ class Computed(nn.Module):
         self.cosines = torch.arange(3.0).cos()
 
 
-def lost_on_meta() -> nn.Module:
+def computed_on_meta() -> nn.Module:
     with torch.device("meta"):
         return Computed()
 
@@ -192,12 +192,12 @@ def spectral_norm() -> nn.Module:
     return nn.utils.spectral_norm(nn.Linear(3, 4))
 
 
-def of(make: Callable[[], nn.Module], *without: str) -> State:
-    """A state dict of the module with other values, ``_metadata`` included."""
+def random_state(make: Callable[[], nn.Module], *missing_names: str) -> State:
+    """Return a state dict with other values, ``_metadata`` included."""
     state: State = make().state_dict()
     for number, (name, t) in enumerate(list(state.items())):
         state[name] = tensor(*t.shape, seed=number) if t.is_floating_point() else torch.full_like(t, 7)
-    for name in without:
+    for name in missing_names:
         del state[name]
     return state
 
@@ -206,38 +206,38 @@ _LINEAR = {"a.weight": tensor(4, 3), "a.bias": tensor(4)}
 _FUSED = {"q": tensor(1, 3), "k": tensor(3, 3, seed=1)}
 CASES: dict[str, tuple[Callable[[], nn.Module], State]] = {
     "renaming": (Renaming, {f"old_{name}": t for name, t in _LINEAR.items()}),
-    "version missing": (Versioned, dict(of(Versioned))),
-    "version present": (Versioned, of(Versioned)),
+    "version missing": (Versioned, dict(random_state(Versioned))),
+    "version present": (Versioned, random_state(Versioned)),
     "hooks": (Hooked, _FUSED),
     "keeping": (Keeping, {"b": tensor(2)}),
     "growing": (Growing, {"a": tensor(5, 3), "table": tensor(7)}),
     "root": (Root, {f"module.{name}": t for name, t in _LINEAR.items()}),
     "contradictory ties": (Tied, {"a.weight": tensor(4, 3), "b.weight": tensor(4, 3, seed=1)}),
-    "buffer under its second name": (Sharing, of(Sharing)),
-    "contradictory buffers": (BothPersistent, {**of(BothPersistent), "a.table": tensor(4, seed=9)}),
-    "views": (Views, of(Views)),
-    "batch norm": (batch_norm, of(batch_norm)),
-    "batch norm of old": (batch_norm, dict(of(batch_norm, "1.num_batches_tracked"))),
-    "weight norm": (weight_norm, of(weight_norm)),
+    "buffer under its second name": (Sharing, random_state(Sharing)),
+    "contradictory buffers": (BothPersistent, {**random_state(BothPersistent), "a.table": tensor(4, seed=9)}),
+    "views": (Views, random_state(Views)),
+    "batch norm": (batch_norm, random_state(batch_norm)),
+    "batch norm of old": (batch_norm, dict(random_state(batch_norm, "1.num_batches_tracked"))),
+    "weight norm": (weight_norm, random_state(weight_norm)),
     "weight norm of old": (
         weight_norm,
         {"weight_g": tensor(4, 1), "weight_v": tensor(4, 3), "bias": tensor(4)},
     ),
-    "spectral norm": (spectral_norm, of(spectral_norm)),
+    "spectral norm": (spectral_norm, random_state(spectral_norm)),
     "scalar of old": (lambda: nn.PReLU(1), {"weight": tensor(1)}),
-    "attention": (lambda: nn.MultiheadAttention(4, 2), of(lambda: nn.MultiheadAttention(4, 2))),
+    "attention": (lambda: nn.MultiheadAttention(4, 2), random_state(lambda: nn.MultiheadAttention(4, 2))),
 }
-#: Refused by torch too where the first part says so, and the name in our message.
+#: Refused cases: model, state dict, and part of the message.
 REFUSED: dict[str, tuple[Any, State, str]] = {
-    "computed on meta": (lost_on_meta(), {"weight": tensor(3)}, "cosines"),
+    "computed on meta": (computed_on_meta(), {"weight": tensor(3)}, "cosines"),
     "values": (Computing, {**_FUSED, "table": tensor(2)}, "Computing calls aten.sum"),
     "extra state": (
         Extra,
-        {**of(lambda: nn.Linear(3, 4)), "_extra_state": torch.tensor(3)},
+        {**random_state(lambda: nn.Linear(3, 4)), "_extra_state": torch.tensor(3)},
         "in state, whose",
     ),
-    "no extra state": (Extra, of(lambda: nn.Linear(3, 4)), "_extra_state"),
-    "no count": (batch_norm, of(batch_norm, "1.num_batches_tracked"), "1.num_batches_tracked"),
+    "no extra state": (Extra, random_state(lambda: nn.Linear(3, 4)), "_extra_state"),
+    "no count": (batch_norm, random_state(batch_norm, "1.num_batches_tracked"), "1.num_batches_tracked"),
     "shape": (lambda: nn.Linear(3, 4), {"weight": tensor(4, 4), "bias": tensor(4)}, r"weight is \[4, 4\]"),
 }
 
@@ -252,55 +252,55 @@ def tensors_of(model: nn.Module) -> State:
 
 def load_cases(folder: Path) -> list[str]:
     engines = (("fsdp2", 3), ("deepspeed", 3), ("deepspeed", 2))
-    return [line for engine in engines for line in load_on(*engine, folder)]
+    return [line for engine in engines for line in load_cases_on(*engine, folder)]
 
 
-def load_on(engine: str, zero_stage: int, folder: Path) -> list[str]:
-    """Each case from a mapping and from a file, compared with torch; one line for each difference."""
-    lines = []
+def load_cases_on(engine: str, zero_stage: int, folder: Path) -> list[str]:
+    """Compare each case, from a mapping and a file, with torch; list the differences."""
+    differences = []
     for case, (make, state) in CASES.items():
         expected = make()
         expected.load_state_dict(state)
-        wanted = tensors_of(expected)
+        expected_tensors = tensors_of(expected)
         for source in (state, folder / f"{case}.pt"):
             model = zerostart.load(source, make, engine=engine, zero_stage=zero_stage, progress=False)
-            found = {name: t for name, t in zerostart.full_tensors(model, rank=None) if t is not None}
-            found |= {n: t for n, t in tensors_of(model).items() if n not in found}
-            lines += [
+            tensors = {name: t for name, t in zerostart.full_tensors(model, rank=None) if t is not None}
+            tensors |= {n: t for n, t in tensors_of(model).items() if n not in tensors}
+            differences += [
                 f"{case}: {name}"
-                for name, t in wanted.items()
-                if name not in found or not torch.equal(found[name], t)
+                for name, t in expected_tensors.items()
+                if name not in tensors or not torch.equal(tensors[name], t)
             ]
-            memory = [{id_of(t) for t in tensors_of(m).values()} for m in (expected, model)]
-            if case == "views" and len(memory[0]) != len(memory[1]):
-                lines.append(f"{case}: {len(memory[1])} memories")
-    return lines
+            storages = [{storage_id(t) for t in tensors_of(m).values()} for m in (expected, model)]
+            if case == "views" and len(storages[0]) != len(storages[1]):
+                differences.append(f"{case}: {len(storages[1])} storages")
+    return differences
 
 
-def id_of(t: torch.Tensor) -> int:
+def storage_id(t: torch.Tensor) -> int:
     return t.untyped_storage()._cdata
 
 
 def refused_cases() -> list[str]:
-    lines = []
-    for case, (make, state, said) in REFUSED.items():
+    errors = []
+    for case, (make, state, message) in REFUSED.items():
         try:
             zerostart.load(state, make, engine="fsdp2", progress=False)
         except zerostart.ZerostartError as error:
-            lines += [] if re.search(said, str(error)) else [f"{case}: {error}"]
+            errors += [] if re.search(message, str(error)) else [f"{case}: {error}"]
         else:
-            lines.append(f"{case} is not refused")
-    return lines
+            errors.append(f"{case} is not refused")
+    return errors
 
 
-def test_as_load_state_dict(tmp_path: Path) -> None:
+def test_equals_load_state_dict(tmp_path: Path) -> None:
     for case, (_, state) in CASES.items():
         torch.save(state, tmp_path / f"{case}.pt")
-    for lines in run_ranks(load_cases, 2, tmp_path):
-        assert not lines, "\n".join(lines)
+    for differences in run_ranks(load_cases, 2, tmp_path):
+        assert not differences, "\n".join(differences)
 
 
 @pytest.mark.slow
-def test_what_cannot_run_before_the_load_is_refused() -> None:
-    for lines in run_ranks(refused_cases, 2):
-        assert not lines, "\n".join(lines)
+def test_unloadable_modules_are_refused() -> None:
+    for errors in run_ranks(refused_cases, 2):
+        assert not errors, "\n".join(errors)

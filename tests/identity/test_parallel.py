@@ -1,4 +1,4 @@
-"""Ranks that share experts and tensors load their own part, and train, save and resume as one process."""
+"""Expert and tensor parallelism load, train, save and resume like one process."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -31,7 +31,7 @@ FSDP2 = partial(Layout, "fsdp2")
 
 @dataclass(frozen=True)
 class Case:
-    """One training: the model and the ranks; ``then`` is the layout that goes on with it after two steps."""
+    """One training: model, ranks and layouts; ``then`` is the layout after two steps."""
 
     kind: str
     world: int
@@ -67,7 +67,7 @@ def experts() -> Iterator[Case]:
         yield Case(kind, 4, FSDP2(experts=2))
         yield Case(kind, 4, FSDP2(experts=4, accumulation=1), then=Layout(experts=2))
     yield Case("qwen3_moe", 2, Layout())
-    # Its expert plan has styles of tensors for the dense part too.
+    # Its expert plan also has tensor styles for the dense part.
     yield Case("gemma4_text", 2, Layout(stage=2, experts=2, accumulation=2))
     yield Case("gemma4_text", 4, FSDP2(experts=2))
     for parts in ("adapters", "dense", "experts"):
@@ -107,7 +107,7 @@ def placements() -> Iterator[Case]:
         yield Case("qwen3", 4, FSDP2(tensors=2, settings=settings))
         yield Case("gpt_oss", 4, FSDP2(experts=2, settings=settings))
         yield Case("mixtral", 4, FSDP2(experts=2, tensors=2, settings=settings))
-    # The gradient of an expert with one owner is divided once, as all others.
+    # With one owner, an expert's gradient is divided once like all others.
     yield Case("qwen3_moe", 4, FSDP2(experts=2, settings="half"), tolerance=1e-2)
 
 
@@ -118,23 +118,23 @@ def placements() -> Iterator[Case]:
 )
 def test_ranks_train_as_one_process(case: Case, folder: Path, tmp_path: Path) -> None:
     path = checkpoint(case.kind, folder, **dict(case.options))
-    wanted = (
+    expected = (
         run_ranks(train_in_one_process, 1, path, partial(pretrained, parts=case.parts))[0]
         if case.parts
         else reference(path)
     )
     out = None if case.parts else tmp_path
-    found = run_ranks(train, case.world, path, case.layout, case.then, out, case.parts, timeout=240)
-    for trace in found:
+    traces = run_ranks(train, case.world, path, case.layout, case.then, out, case.parts, timeout=240)
+    for trace in traces:
         if case.parts:
-            trace.weights, trace.gradients = wanted.weights, wanted.gradients
-        if case.layout.settings == "in turn":  # DeepSpeed's accessor of gradients reads another place there.
-            trace.gradients = wanted.gradients
-        assert differences(trace, wanted, case.tolerance or ROUNDING.get(case.kind, 1e-5)) == []
+            trace.weights, trace.gradients = expected.weights, expected.gradients
+        if case.layout.settings == "in turn":  # DeepSpeed reads gradients from elsewhere here
+            trace.gradients = expected.gradients
+        assert differences(trace, expected, case.tolerance or ROUNDING.get(case.kind, 1e-5)) == []
     if out is not None:
         saved = pretrained(out / "saved").state_dict()
-        assert saved.keys() == found[0].weights.keys()
-        assert all(torch.equal(saved[name], tensor) for name, tensor in found[0].weights.items())
+        assert saved.keys() == traces[0].weights.keys()
+        assert all(torch.equal(saved[name], tensor) for name, tensor in traces[0].weights.items())
 
 
 def pretrained(path: Path, parts: str = "") -> nn.Module:
@@ -159,30 +159,30 @@ def pretrained(path: Path, parts: str = "") -> nn.Module:
 def test_each_rank_holds_its_own_experts(
     kind: str, count: int, ranks: int, engine: str, stage: int, folder: Path
 ) -> None:
-    """Check what transformers' pull request 45548 checks: 32 experts on 4 ranks, 8 on each; and uneven."""
+    """Covers transformers' issue 45548 (32 experts on 4 ranks) and uneven numbers."""
     name = "num_experts" if kind == "qwen3_moe" else "num_local_experts"
     path = checkpoint(kind, folder, **{name: count})
     stock = pretrained(path).state_dict()
     results = run_ranks(load_experts, ranks, path, engine, stage)
-    each = -(-count // ranks)
+    experts_per_rank = -(-count // ranks)
     for rank, (local, gathered, _) in enumerate(results):
         assert gathered.keys() == stock.keys()
         assert all(torch.equal(gathered[n], stock[n]) for n in stock)
         assert len(local) >= 2
         for name, tensor in local.items():
-            assert torch.equal(tensor, stock[name][rank * each : (rank + 1) * each])
+            assert torch.equal(tensor, stock[name][rank * experts_per_rank : (rank + 1) * experts_per_rank])
     stored = sum(file.stat().st_size for file in path.glob("*.safetensors"))
     if stage == 3:
         assert sum(read_bytes for _, _, read_bytes in results) < stored
     options: dict[str, Any] = {"engine": engine, "zero_stage": stage, "expert_parallel": ranks}
-    planned = zerostart.plan(path, world_size=ranks, **options)
-    assert [rank.read_bytes for rank in planned.ranks] == [read_bytes for _, _, read_bytes in results]
+    plan = zerostart.plan(path, world_size=ranks, **options)
+    assert [rank.read_bytes for rank in plan.ranks] == [read_bytes for _, _, read_bytes in results]
 
 
 def load_experts(
     path: Path, engine: str, stage: int
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], int]:
-    """Load with experts over all ranks: this rank's experts, the whole tensors, and the bytes read."""
+    """Return this rank's experts, the whole tensors, and the bytes read."""
     options: dict[str, Any] = {"engine": engine, "zero_stage": stage, "progress": False}
     model = zerostart.load(path, expert_parallel=dist.get_world_size(), **options)
     experts = {n: p for n, p in model.named_parameters() if ".experts." in n}
@@ -193,26 +193,26 @@ def load_experts(
 
         with deepspeed.zero.GatheredParameters(list(experts.values())):
             local = {n: p.detach().clone() for n, p in experts.items()}
-    gathered = {n: t for n, t in zerostart.full_tensors(model, rank=None) if t is not None}
-    return local, gathered, zerostart.report(model).read_bytes
+    whole = {n: t for n, t in zerostart.full_tensors(model, rank=None) if t is not None}
+    return local, whole, zerostart.report(model).read_bytes
 
 
-def test_a_rank_plans_to_read_only_its_part(tmp_path: Path) -> None:
-    """Use tensors whose rows are longer than a gap that is read through."""
+def test_plan_reads_only_the_own_part(tmp_path: Path) -> None:
+    """Rows are longer than a gap that is read through."""
     sizes: dict[str, Any] = {"hidden_size": 1024, "head_dim": 512, "num_hidden_layers": 1}
     path = checkpoint("mixtral", tmp_path, **sizes)
     experts = 8 * 3 * 8 * 1024 * 4
     tensors = (2 * 4 * 512 + 2 * 2 * 512 + 96) * 1024 * 4
-    rest = (96 + 8 + 3) * 1024 * 4  # The embedding, the router and the norms.
-    assert zerostart.plan(path, world_size=1).ranks[0].read_bytes == experts + tensors + rest
+    dense = (96 + 8 + 3) * 1024 * 4  # embedding, router and norms
+    assert zerostart.plan(path, world_size=1).ranks[0].read_bytes == experts + tensors + dense
     options = {"expert_parallel": 4, "tensor_parallel": 2, "world_size": 4}
     for rank in zerostart.plan(path, zero_stage=2, **options).ranks:
-        assert rank.read_bytes <= 1.01 * (experts / 4 + tensors / 2 + rest)
+        assert rank.read_bytes <= 1.01 * (experts / 4 + tensors / 2 + dense)
     for rank in zerostart.plan(path, zero_stage=3, **options).ranks:
-        assert rank.read_bytes <= 1.01 * (experts + tensors + 2 * rest) / 4
+        assert rank.read_bytes <= 1.01 * (experts + tensors + 2 * dense) / 4
 
 
-def test_fsdp2_plans_no_more_than_the_slices(folder: Path) -> None:
+def test_fsdp2_plans_to_read_only_its_slices(folder: Path) -> None:
     path = checkpoint("mixtral", folder, hidden_size=256, intermediate_size=512, head_dim=64)
     stored = sum(file.stat().st_size for file in path.glob("*.safetensors"))
     for settings, replicas in (("replicas", 2), ("dimensions", 1), ("offload", 1), ("all", 2)):
@@ -221,7 +221,7 @@ def test_fsdp2_plans_no_more_than_the_slices(folder: Path) -> None:
         read = [rank.read_bytes for rank in plan.ranks]
         assert read[: 8 // replicas] * replicas == read
         assert abs(sum(read) / (stored * replicas) - 1) < 0.01
-        # Buffers, which no checkpoint has, aside.
+        # Buffers are not in the checkpoint.
         on_device = {rank.device_bytes for rank in plan.ranks}
         host = "offload_policy" in layout.config()
         assert max(on_device) < 1024 if host else min(on_device) >= max(read) / 1.01
@@ -229,7 +229,7 @@ def test_fsdp2_plans_no_more_than_the_slices(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2])
-def test_deepspeeds_own_checkpoint_keeps_experts_under_enable(stage: int, tmp_path: Path) -> None:
+def test_deepspeed_checkpoint_keeps_experts_under_enable(stage: int, tmp_path: Path) -> None:
     assert run_ranks(save_as_deepspeed, 2, checkpoint("gpt_oss", tmp_path), tmp_path / "out", stage) == [
         [],
         [],
@@ -237,7 +237,7 @@ def test_deepspeeds_own_checkpoint_keeps_experts_under_enable(stage: int, tmp_pa
 
 
 def save_as_deepspeed(path: Path, out: Path, stage: int) -> list[str]:
-    """Save and resume under `enable`, which is refused without; list the weights that differ."""
+    """Save and resume under `enable`, refused otherwise; list the weights that differ."""
     import deepspeed
     from transformers import AutoModelForCausalLM
 
@@ -265,23 +265,23 @@ def save_as_deepspeed(path: Path, out: Path, stage: int) -> list[str]:
         engine = start()
         _, client = engine.load_checkpoint(str(out))
         assert client == {"epoch": 3}
-        found = step(engine, parts[1])
-    return [name for name in expected if not torch.equal(found[name], expected[name])]
+        resumed = step(engine, parts[1])
+    return [name for name in expected if not torch.equal(resumed[name], expected[name])]
 
 
 @pytest.mark.slow
-def test_another_stage_than_that_of_the_load_is_refused(folder: Path) -> None:
-    run_ranks(initialize_otherwise, 2, checkpoint("qwen3_moe", folder))
+def test_initialize_at_another_stage_is_refused(folder: Path) -> None:
+    run_ranks(initialize_at_other_stages, 2, checkpoint("qwen3_moe", folder))
 
 
-def initialize_otherwise(path: Path) -> None:
+def initialize_at_other_stages(path: Path) -> None:
     import deepspeed
 
     for stage, other, experts in ((3, 2, 1), (3, 0, 1), (2, 3, 2), (1, 0, 2)):
         layout = Layout(stage=stage, experts=experts)
         model = zerostart.load(path, progress=False, **layout.options())
-        said = f"loaded for DeepSpeed ZeRO-{stage}, but .* has ZeRO stage {other}; use the same stage"
-        with pytest.raises(EngineError, match=said):
+        message = f"loaded for DeepSpeed ZeRO-{stage}, but .* has ZeRO stage {other}; use the same stage"
+        with pytest.raises(EngineError, match=message):
             deepspeed.initialize(model=model, optimizer=optimizer(model), config=Layout(stage=other).config())
     training = Training(path, Layout(), "experts")
     tokens = next(batches(2))[dist.get_rank()]

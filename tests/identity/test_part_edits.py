@@ -1,4 +1,4 @@
-"""Edits of parts of parameters right after the load: the same result as on a model in one process."""
+"""Partial edits right after a load give the result of a single process."""
 
 import copy
 import io
@@ -25,101 +25,101 @@ CONFIG = {
 
 
 class Model(nn.Module):
-    """A weight for each edit."""
+    """Model with one weight for each edit."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(65, 8)
         self.head = nn.Linear(8, 65)
         self.projector = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-        self.edited = nn.ModuleList(nn.Linear(8, 65, bias=False) for _ in EDITS)
+        self.layers = nn.ModuleList(nn.Linear(8, 65, bias=False) for _ in EDITS)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.head(self.projector(self.embed(tokens)))
 
 
-def alpaca(w: torch.Tensor) -> None:
+def average_new_rows(w: torch.Tensor) -> None:
     rows = w.data
     rows[-4:] = rows[:-4].mean(dim=0, keepdim=True)
 
 
-def swap(w: torch.Tensor) -> None:
+def swap_rows(w: torch.Tensor) -> None:
     first = w.data[3].clone()
     w.data[3] = w.data[60]
     w.data[60] = first
 
 
-def stale(w: torch.Tensor) -> None:
+def write_stale_view(w: torch.Tensor) -> None:
     rows = w[2:50]
     w[3] = 7.0
     w.mul_(2)
     w[50:53] = rows[:3]
 
 
-def stale_after_exact(w: torch.Tensor) -> None:
+def write_stale_view_after_exact(w: torch.Tensor) -> None:
     rows = w[2:10]
     w.mul_(2)
     w[50:58] = rows
 
 
-def doubled(w: torch.Tensor) -> None:
+def double(w: torch.Tensor) -> None:
     w.data = w.data * 2
 
 
-def columns(w: torch.Tensor) -> None:
+def zero_columns(w: torch.Tensor) -> None:
     w[:, :4] = 0
 
 
-def masked(w: torch.Tensor) -> None:
+def clamp_by_mask(w: torch.Tensor) -> None:
     w[w > 0.5] = 0.5
 
 
-def unbound(w: torch.Tensor) -> None:
+def zero_unbound_row(w: torch.Tensor) -> None:
     w.unbind(0)[40].zero_()
 
 
-def inner(w: torch.Tensor) -> None:
+def edit_inner_views(w: torch.Tensor) -> None:
     w.view(-1)[:32].zero_()
     w.t()[2, 5:40].fill_(3)
     w.reshape(-1, 4)[100:, 1:3].mul_(2)
 
 
-def augmented(w: torch.Tensor) -> None:
+def augment(w: torch.Tensor) -> None:
     w[7] += 1
     w.data[8:40, 2] *= 3
     w -= 0.5
 
 
-def replaced(w: torch.Tensor) -> None:
+def replace(w: torch.Tensor) -> None:
     w.data = torch.arange(520.0).view(65, 8)
 
 
-def noise(w: torch.Tensor) -> None:
+def add_noise(w: torch.Tensor) -> None:
     w.add_(torch.randn_like(w) * 0.02)
 
 
-def written_out(w: torch.Tensor) -> None:
+def write_by_out(w: torch.Tensor) -> None:
     torch.mul(w[1], 2, out=w[33])
 
 
 EDITS: dict[str, Callable[[torch.Tensor], Any]] = {
-    "alpaca": alpaca,
-    "swap": swap,
-    "stale": stale,
-    "stale after exact": stale_after_exact,
-    "doubled": doubled,
+    "average of rows": average_new_rows,
+    "swap": swap_rows,
+    "stale": write_stale_view,
+    "stale after exact": write_stale_view_after_exact,
+    "doubled": double,
     "relu in place": lambda w: nn.functional.relu(w[3:9], inplace=True),
     "dropout in place": lambda w: nn.functional.dropout(w, 0.5, inplace=True),
     "alpha dropout": lambda w: w.copy_(nn.functional.alpha_dropout(w, 0.5, training=True)),
     "by keywords": lambda w: torch.narrow(dim=0, start=3, length=4, input=w).zero_(),
-    "columns": columns,
-    "masked": masked,
-    "unbound": unbound,
-    "inner": inner,
-    "augmented": augmented,
-    "replaced": replaced,
-    "noise": noise,
-    "out": written_out,
+    "columns": zero_columns,
+    "masked": clamp_by_mask,
+    "unbound": zero_unbound_row,
+    "inner": edit_inner_views,
+    "augmented": augment,
+    "replaced": replace,
+    "noise": add_noise,
+    "out": write_by_out,
     "row": lambda w: w[5].fill_(1),
     "slice": lambda w: w[40:60].fill_(2),
     "narrow": lambda w: w.narrow(0, 30, 10).zero_(),
@@ -141,37 +141,37 @@ EDITS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 def edit_all(model: nn.Module) -> dict[str, str]:
-    """Make each edit of a weight of its own; returns what was raised."""
-    raised = {}
-    for layer, (name, edit) in zip(model.edited, EDITS.items(), strict=True):
+    """Apply each edit to its weight; return the errors by edit."""
+    errors = {}
+    for layer, (name, edit) in zip(model.layers, EDITS.items(), strict=True):
         torch.manual_seed(7)
         try:
             with torch.no_grad():
                 edit(layer.weight)
         except Exception as error:
-            raised[name] = f"{type(error).__name__}: {error}"
-    return raised
+            errors[name] = f"{type(error).__name__}: {error}"
+    return errors
 
 
-def edited() -> list[str]:
+def edit_sharded_and_whole() -> list[str]:
     torch.manual_seed(3)
-    whole = Model()
-    model = zerostart.load(copy.deepcopy(whole.state_dict()), model=Model, engine="fsdp2", progress=False)
-    for one in (whole, model):
-        raised = edit_all(one)
-        assert raised == {}, raised
+    unsharded = Model()
+    model = zerostart.load(copy.deepcopy(unsharded.state_dict()), model=Model, engine="fsdp2", progress=False)
+    for edited_model in (unsharded, model):
+        errors = edit_all(edited_model)
+        assert errors == {}, errors
     after = dict(zerostart.full_tensors(model, rank=None))
-    weights = [after[f"edited.{number}.weight"] for number in range(len(EDITS))]
-    pairs = zip(weights, whole.edited, EDITS, strict=True)
+    weights = [after[f"layers.{number}.weight"] for number in range(len(EDITS))]
+    pairs = zip(weights, unsharded.layers, EDITS, strict=True)
     return [name for weight, layer, name in pairs if not torch.equal(weight, layer.weight)]
 
 
-def test_edits_of_parts_reach_the_shards() -> None:
-    assert run_ranks(edited, 2) == [[], []]
+def test_partial_edits_reach_the_shards() -> None:
+    assert run_ranks(edit_sharded_and_whole, 2) == [[], []]
 
 
-def beside() -> list[str]:
-    """Edit a model after ``gathered``, and use tensors of others, while the model waits for its forward."""
+def edit_around_gathered() -> list[str]:
+    """Edit after ``gathered`` and use foreign tensors before the first forward."""
     model = zerostart.load(Model().state_dict(), model=Model, engine="fsdp2", progress=False)
     rows = model.head.weight[2:10]
     with zerostart.gathered(model, "head.weight", modifier_rank=0) as tensor:
@@ -183,7 +183,7 @@ def beside() -> list[str]:
         model.head.weight[3] = 2.0
         model.embed.weight.mul_(rows[1])
     assert torch.equal(model.embed.weight.full_tensor(), before * 2)
-    refused = []
+    messages = []
     with torch.no_grad():
         for edit in (
             lambda w: torch._foreach_zero_([w[3], w[40]]),
@@ -192,32 +192,32 @@ def beside() -> list[str]:
         ):
             with pytest.raises(zerostart.ZerostartError) as caught:
                 edit(model.head.weight)
-            refused.append(str(caught.value))
+            messages.append(str(caught.value))
     mesh = init_device_mesh("cpu", (2,))
-    other = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]).requires_grad_()
-    (nn.functional.dropout(other * 3.0, 0.0) + other).sum().backward()
-    assert torch.equal(other.grad.full_tensor(), torch.full((4, 4), 4.0))
-    return refused
+    foreign = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]).requires_grad_()
+    (nn.functional.dropout(foreign * 3.0, 0.0) + foreign).sum().backward()
+    assert torch.equal(foreign.grad.full_tensor(), torch.full((4, 4), 4.0))
+    return messages
 
 
-def test_views_see_gathered_writes_and_tensors_of_others_stay_alone() -> None:
-    first, second = run_ranks(beside, 2)
+def test_views_see_gathered_writes_and_foreign_tensors_work() -> None:
+    first, second = run_ranks(edit_around_gathered, 2)
     assert first == second
     assert all(text.startswith("head.weight is sharded by FSDP2, and ") for text in first)
 
 
-def refused() -> None:
+def edit_placeholders() -> None:
     model = zerostart.load(Model().state_dict(), model=Model, engine="deepspeed", progress=False)
-    raised = edit_all(model)
+    errors = edit_all(model)
     for number, name in enumerate(EDITS):
-        weight = f"edited.{number}.weight"
-        told = (
+        weight = f"layers.{number}.weight"
+        pattern = (
             re.escape(f"EngineError: {weight} ") + ".*" + re.escape(f"zerostart.gathered(model, '{weight}'")
         )
-        assert re.match(told, raised.get(name, "")), (name, raised.get(name))
+        assert re.match(pattern, errors.get(name, "")), (name, errors.get(name))
     with torch.no_grad(), pytest.raises(zerostart.ZerostartError, match=r"head\.weight"):
         torch._foreach_zero_([model.head.weight])
-    # What only looks at a placeholder, or moves it, is let through.
+    # Reading or moving a placeholder is allowed.
     state = io.BytesIO()
     torch.save(copy.deepcopy(model.state_dict()), state)
     state.seek(0)
@@ -229,16 +229,16 @@ def refused() -> None:
 
 
 def test_edits_of_placeholders_are_refused() -> None:
-    run_ranks(refused, 2)
+    run_ranks(edit_placeholders, 2)
 
 
-def started() -> None:
-    """An edit as the message says, then the engine: its parameters are torch's own."""
+def edit_then_initialize() -> None:
+    """Edit as the message says and start the engine; parameters are torch's own again."""
     import deepspeed
 
-    start = Model()
-    dist.broadcast(start.embed.weight.data, 0)
-    model = zerostart.load(start.state_dict(), model=Model, engine="deepspeed", progress=False)
+    original = Model()
+    dist.broadcast(original.embed.weight.data, 0)
+    model = zerostart.load(original.state_dict(), model=Model, engine="deepspeed", progress=False)
     with zerostart.gathered(model, "embed.weight", modifier_rank=0) as tensor:
         if dist.get_rank() == 0:
             tensor[40:].fill_(2)
@@ -254,10 +254,10 @@ def started() -> None:
 
 
 def test_an_edited_model_starts_on_zero3() -> None:
-    run_ranks(started, 2)
+    run_ranks(edit_then_initialize, 2)
 
 
-def loaded_in_part(engine: str) -> str:
+def load_part(engine: str) -> str:
     model = zerostart.load(Model().state_dict(), model=Model, engine=engine, progress=False)
     torch.manual_seed(9)
     values = Model().projector.state_dict()
@@ -268,7 +268,7 @@ def loaded_in_part(engine: str) -> str:
     model.projector.load_state_dict(values)
     after = dict(zerostart.full_tensors(model, rank=None))
     assert all(torch.equal(after[f"projector.{name}"], tensor) for name, tensor in values.items())
-    # A parameter that replaces a sharded one, and is tied by hand.
+    # Replace a sharded parameter, and tie it by hand.
     model.head.weight = nn.Parameter(torch.randn(65, 8))
     model.embed.weight = model.head.weight
     with pytest.raises(zerostart.ZerostartError) as caught:
@@ -277,8 +277,8 @@ def loaded_in_part(engine: str) -> str:
 
 
 @pytest.mark.parametrize(("engine", "name"), [("fsdp2", "embed.weight"), ("deepspeed", "projector.0.weight")])
-def test_a_part_takes_a_state_dict_or_names_the_parameter(engine: str, name: str) -> None:
-    first, second = run_ranks(loaded_in_part, 2, engine)
+def test_submodule_state_dict_is_loaded_or_refused_by_name(engine: str, name: str) -> None:
+    first, second = run_ranks(load_part, 2, engine)
     assert first == second
     assert first.startswith(name)
     assert f"zerostart.gathered(model, '{name}'" in first

@@ -1,4 +1,4 @@
-"""Ranks that share sequences train as one process that sees the whole batch."""
+"""Sequence parallelism trains like one process with the whole batch."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 import zerostart
-from tests.identity.parallel import Layout, clip, gradients, whole
+from tests.identity.parallel import Layout, clip_gradients, full_tensor, gather_gradients
 from tests.parity import CLIP, Trace, checkpoint, differences, optimizer
 from tests.ranks import run_ranks
-from tests.sequences import IGNORED, ROWS, alone, loss_of, part_of, shifted, steps
+from tests.sequences import IGNORED, ROWS, part_of, shift, steps, summed_loss, train_alone
 
 FSDP2 = partial(Layout, "fsdp2")
 SLOW = pytest.mark.slow
@@ -25,7 +25,7 @@ WINDOW = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 
 
 @dataclass(frozen=True)
 class Case:
-    """A training on DeepSpeed: batches, stage, ranks, and what else is set."""
+    """A DeepSpeed training: batches, stage, ranks and options."""
 
     kind: str
     stage: int
@@ -33,10 +33,10 @@ class Case:
     experts: int = 1
     zero: tuple[tuple[str, Any], ...] = ()
     options: tuple[tuple[str, Any], ...] = ()
-    first: bool = False
+    registered_first: bool = False
 
 
-def others() -> Iterator[Case]:
+def slow_cases() -> Iterator[Case]:
     for stage in (1, 2):
         yield Case("packed", stage, 2)
     for stage in (2, 3):
@@ -46,18 +46,18 @@ def others() -> Iterator[Case]:
     # A window of 4 tokens in one of two layers, within a packed document and in padded sequences.
     for kind in ("packed", "padded"):
         yield Case(kind, 3, 2, options=tuple(WINDOW.items()))
-    # Ulysses is registered by the name of the model before the load, as DeepSpeed's documentation has it.
-    yield Case("packed", 2, 2, first=True)
+    # As in DeepSpeed's documentation, Ulysses is registered by the model's name before the load.
+    yield Case("packed", 2, 2, registered_first=True)
     for zero in (("offload_optimizer", HOST), ("offload_param", HOST), ("zero_hpz_partition_size", 2)):
         yield Case("packed", 3, 4, zero=(zero,))
 
 
-@pytest.mark.parametrize("case", [Case("packed", 3, 2), *(pytest.param(c, marks=SLOW) for c in others())])
+@pytest.mark.parametrize("case", [Case("packed", 3, 2), *(pytest.param(c, marks=SLOW) for c in slow_cases())])
 def test_ulysses_trains_as_one_process(case: Case, folder: Path) -> None:
     path = checkpoint("qwen3_moe" if case.experts > 1 else "qwen3", folder, **dict(case.options))
-    wanted = run_ranks(alone, 1, path, case.kind)[0]
-    for found in run_ranks(train, case.world, path, case):
-        assert differences(found, wanted) == []
+    expected = run_ranks(train_alone, 1, path, case.kind)[0]
+    for trace in run_ranks(train, case.world, path, case):
+        assert differences(trace, expected) == []
 
 
 @pytest.mark.slow
@@ -76,9 +76,9 @@ def test_context_parallelism_trains_as_one_process(
     kind: str, world: int, layout: Layout, folder: Path
 ) -> None:
     path = checkpoint(kind, folder)
-    wanted = run_ranks(alone, 1, path, "padded")[0]
-    for found in run_ranks(train_fsdp2, world, path, layout):
-        assert differences(found, wanted) == []
+    expected = run_ranks(train_alone, 1, path, "padded")[0]
+    for trace in run_ranks(train_fsdp2, world, path, layout):
+        assert differences(trace, expected) == []
 
 
 def train(path: Path, case: Case, accumulation: int = 2) -> Trace:
@@ -98,7 +98,7 @@ def train(path: Path, case: Case, accumulation: int = 2) -> Trace:
     }
     register = UlyssesSPAttentionHF.register_with_transformers
     mpu = None
-    if case.first:
+    if case.registered_first:
         deepspeed.init_distributed()
         mpu = register(str(path), "sdpa", size, rows)
     model = zerostart.load(
@@ -118,19 +118,19 @@ def train(path: Path, case: Case, accumulation: int = 2) -> Trace:
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer(model), config=config, mpu=mpu)
     trace = Trace()
     for batch in steps(case.kind):
-        predicted = (shifted(batch["labels"]) != IGNORED).sum()
+        predicted = (shift(batch["labels"]) != IGNORED).sum()
         total = torch.zeros(())
         for part in range(accumulation):
-            first = (rank // size * accumulation + part) * rows
-            own = part_of({k: v[first : first + rows] for k, v in batch.items()}, rank % size, size)
-            logits = engine(own["input_ids"], position_ids=own["position_ids"], use_cache=False).logits
-            loss = loss_of(logits, own["labels"]) / predicted
-            # DeepSpeed takes the mean over all ranks at stage 3, over those with a batch of their own before.
+            row = (rank // size * accumulation + part) * rows
+            inputs = part_of({k: v[row : row + rows] for k, v in batch.items()}, rank % size, size)
+            logits = engine(inputs["input_ids"], position_ids=inputs["position_ids"], use_cache=False).logits
+            loss = summed_loss(logits, inputs["labels"]) / predicted
+            # DeepSpeed averages over all ranks at stage 3, and over ranks with different batches below.
             mean = dist.get_world_size() if stage == 3 else groups
             engine.backward(loss * mean * accumulation)
             total += loss.detach()
             if part == accumulation - 1 and not trace.gradients:
-                trace.gradients = gradients(model, case.experts)
+                trace.gradients = gather_gradients(model, case.experts)
             engine.step()
         dist.all_reduce(total)
         trace.losses.append(total.item())
@@ -153,28 +153,28 @@ def train_fsdp2(path: Path, layout: Layout) -> Trace:
     tensors, accumulation = layout.tensors, 2
     groups = dist.get_world_size() // (SIZE * tensors)
     mesh = init_device_mesh("cpu", (groups, SIZE, tensors), mesh_dim_names=("batch", "cp", "tp"))["cp"]
-    rows, own_batch = ROWS // (groups * accumulation), dist.get_rank() // (SIZE * tensors)
+    rows, group = ROWS // (groups * accumulation), dist.get_rank() // (SIZE * tensors)
     optim, trace = optimizer(model), Trace()
     for batch in steps("padded"):
-        wanted = shifted(batch["labels"])
-        predicted, total = (wanted != IGNORED).sum(), torch.zeros(())
+        labels = shift(batch["labels"])
+        predicted, total = (labels != IGNORED).sum(), torch.zeros(())
         for part in range(accumulation):
-            first = (own_batch * accumulation + part) * rows
-            own = [
-                tensor[first : first + rows].clone()
-                for tensor in (batch["input_ids"], batch["position_ids"], wanted)
+            row = (group * accumulation + part) * rows
+            data = [
+                tensor[row : row + rows].clone()
+                for tensor in (batch["input_ids"], batch["position_ids"], labels)
             ]
-            with context_parallel(mesh, buffers=own, buffer_seq_dims=[1] * 3, no_restore_buffers=set(own)):
-                logits = model(own[0], position_ids=own[1], use_cache=False).logits
-                loss = loss_of(logits, own[2]) / predicted
-                # fully_shard takes the mean over all ranks that have tokens of their own.
+            with context_parallel(mesh, buffers=data, buffer_seq_dims=[1] * 3, no_restore_buffers=set(data)):
+                logits = model(data[0], position_ids=data[1], use_cache=False).logits
+                loss = summed_loss(logits, data[2]) / predicted
+                # fully_shard averages over all ranks with different tokens.
                 (loss * groups * SIZE).backward()
             total += loss.detach()
         if not trace.gradients:
-            trace.gradients = {name: whole(p.grad) for name, p in model.named_parameters()}
+            trace.gradients = {name: full_tensor(p.grad) for name, p in model.named_parameters()}
         dist.all_reduce(total)
         trace.losses.append(total.item() / tensors)
-        trace.norms.append(clip(model))
+        trace.norms.append(clip_gradients(model))
         optim.step()
         optim.zero_grad()
     for name, value in zerostart.full_tensors(model, rank=None):

@@ -1,4 +1,4 @@
-"""ZeRO stages 0, 1 and 2 on FSDP2 and DDP against one process that sees the whole batch; DeepSpeed's 0."""
+"""FSDP2, DDP and DeepSpeed at ZeRO stages 0 to 2 train like one process."""
 
 from pathlib import Path
 from typing import Any
@@ -18,16 +18,16 @@ from tests.ranks import run_ranks
 from tests.tiny import TinyCheckpoints
 from zerostart.engines.fsdp2.calls import begin_batch
 
-#: Batches whose gradients are accumulated for one step.
-PARTS = 2
+#: Number of batches accumulated for one step.
+ACCUMULATION = 2
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
 
 
-def sharded(model: nn.Module) -> set[bool]:
-    """Whether parameters of blocks are shards just now, and their gradients."""
+def is_sharded(model: nn.Module) -> set[bool]:
+    """Return whether the first block's parameters are shards now."""
     layer = model.model.layers[0].self_attn.q_proj.weight  # type: ignore[union-attr, index]
     return {isinstance(layer, DTensor)}
 
@@ -38,39 +38,39 @@ def train(path: Path, stage: int, exchange: bool) -> tuple[Trace, list[str]]:
         model = DistributedDataParallel(model)
     model.train()
     rank, size = dist.get_rank(), dist.get_world_size()
-    optim, trace, wrong = optimizer(model), Trace(), []
-    for step in batches(size * PARTS):
+    optim, trace, errors = optimizer(model), Trace(), []
+    for step in batches(size * ACCUMULATION):
         total = torch.zeros(())
-        for part in range(PARTS):
-            last = part == PARTS - 1
+        for part in range(ACCUMULATION):
+            last = part == ACCUMULATION - 1
             tokens = step[part * size + rank]
             if isinstance(model, FSDPModule):
                 begin_batch(model, stage, last)
-            loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss / PARTS
-            held = {"forward": sharded(model) if stage else None}
+            loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss / ACCUMULATION
+            states = {"forward": is_sharded(model) if stage else None}
             loss.backward()
-            held["backward"] = sharded(model) if stage else None
+            states["backward"] = is_sharded(model) if stage else None
             if stage:
-                wrong += unlike(held, stage, last)
+                errors += wrong_states(states, stage, last)
             total += loss.detach()
         if not trace.gradients:
             names = (name.removeprefix("module.") for name, _ in model.named_parameters())
-            trace.gradients = {n: whole(p.grad) for n, p in zip(names, model.parameters(), strict=True)}
+            trace.gradients = {n: full_tensor(p.grad) for n, p in zip(names, model.parameters(), strict=True)}
         dist.all_reduce(total)
         trace.losses.append(total.item() / size)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        trace.norms.append(whole(norm).item())
+        trace.norms.append(full_tensor(norm).item())
         optim.step()
         optim.zero_grad()
     trace.weights = {n: t for n, t in zerostart.full_tensors(model, rank=None) if t is not None}
-    return trace, wrong
+    return trace, errors
 
 
-def unlike(held: dict[str, Any], stage: int, last: bool) -> list[str]:
-    """After a forward a block stays gathered; after a backward at stage 1 too, but for the last."""
-    wanted = {"forward": {stage == 3}, "backward": {stage != 1 or last}}
+def wrong_states(have: dict[str, Any], stage: int, last: bool) -> list[str]:
+    """Blocks stay gathered after forward below stage 3; after backward only at stage 1."""
+    want = {"forward": {stage == 3}, "backward": {stage != 1 or last}}
     return [
-        f"{when} of stage {stage}, last={last}: {held[when]}" for when in wanted if held[when] != wanted[when]
+        f"{when} of stage {stage}, last={last}: {have[when]}" for when in want if have[when] != want[when]
     ]
 
 
@@ -85,9 +85,9 @@ def unlike(held: dict[str, Any], stage: int, last: bool) -> list[str]:
 def test_fsdp2_trains_as_one_process(kind: str, stage: int, folder: Path) -> None:
     path = checkpoint(kind, folder)
     single = reference(path)
-    for found, wrong in run_ranks(train, 2, path, stage, stage == 0, timeout=200):
-        assert differences(found, single, 1e-4) == []
-        assert wrong == []
+    for trace, errors in run_ranks(train, 2, path, stage, stage == 0, timeout=200):
+        assert differences(trace, single, 1e-4) == []
+        assert errors == []
 
 
 STAGE_0 = {
@@ -97,17 +97,19 @@ STAGE_0 = {
 }
 
 
-def deepspeed_at_0(path: Path) -> dict[str, list[str]]:
-    found = {}
+def compare_stage_0(path: Path) -> dict[str, list[str]]:
+    differences_by_case = {}
     for name in routes.available(STAGE_0):
         case = STAGE_0[name]
-        wanted = routes.trace_training(routes.stock(path, case), case)
-        found[name] = routes.differing_keys(routes.trace_training(routes.ours(path, case), case), wanted)
-    return found
+        expected = routes.trace_training(routes.stock(path, case), case)
+        differences_by_case[name] = routes.differing_keys(
+            routes.trace_training(routes.ours(path, case), case), expected
+        )
+    return differences_by_case
 
 
 @pytest.mark.slow
-def test_deepspeed_at_stage_0_is_as_the_stock_route(checkpoints: TinyCheckpoints) -> None:
+def test_deepspeed_at_stage_0_trains_like_stock(checkpoints: TinyCheckpoints) -> None:
     path = checkpoints("qwen3_moe_aligned", torch.bfloat16)
-    for found in run_ranks(deepspeed_at_0, 2, path):
-        assert not {name: lines for name, lines in found.items() if lines}
+    for differences_by_case in run_ranks(compare_stage_0, 2, path):
+        assert not {name: lines for name, lines in differences_by_case.items() if lines}

@@ -1,7 +1,6 @@
-"""``load(None, model=...)``: modules that have values, and models that start without a checkpoint.
+"""``load(None, model=...)``: existing modules, and models that start without a checkpoint.
 
-What is expected is the module itself, or what the same constructor gives unsharded after the same
-``torch.manual_seed``.
+The expectation is the module itself, or an unsharded one after the same ``torch.manual_seed``.
 """
 
 import copy
@@ -19,12 +18,12 @@ from tests.ranks import run_ranks
 from tests.tiny import TINY
 
 ENGINES = [("deepspeed", 3), ("deepspeed", 2), ("fsdp2", 3)]
-MORE = [("deepspeed", 1), ("deepspeed", 0), ("fsdp2", 2), ("fsdp2", 0)]
+SLOW_ENGINES = [("deepspeed", 1), ("deepspeed", 0), ("fsdp2", 2), ("fsdp2", 0)]
 SEED = 11
 
 
-class Odd(nn.Module):
-    """Draws that overlap, alternate between parameters, are thrown away, or are no weights."""
+class Unusual(nn.Module):
+    """Random numbers overlap, alternate between parameters, or are discarded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +34,7 @@ class Odd(nn.Module):
             nn.init.normal_(self.left.data[row])
             nn.init.uniform_(self.right.data[row])
         self.linear = nn.Linear(40, 33)
-        nn.init.normal_(self.linear.weight[:, :3])  # elements that lie apart
+        nn.init.normal_(self.linear.weight[:, :3])  # elements that are not adjacent
         nn.init.trunc_normal_(self.linear.bias)
         self.register_buffer("noise", torch.randn(5))
         self.register_buffer("own", torch.rand(5), persistent=False)
@@ -45,37 +44,39 @@ class Odd(nn.Module):
         self.tied, self.table = nn.Linear(20, 100, bias=False), nn.Embedding(100, 20, padding_idx=3)
         self.tied.weight = self.table.weight
         self.square.bias.requires_grad_(False)
-        self.plain, self.word = torch.arange(4), "kept"
+        self.plain, self.word = torch.arange(4), "text"
 
 
-def made(kind: str, **changes: Any) -> Callable[[], nn.Module]:
-    """What builds a tiny model of transformers, initialised."""
+def factory(kind: str, **changes: Any) -> Callable[[], nn.Module]:
+    """Return a function that builds and initialises a tiny transformers model."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     name, sizes = TINY[kind]
     return lambda: AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **{**sizes, **changes}))
 
 
-def seeded(make: Callable[[], nn.Module]) -> tuple[nn.Module, torch.Tensor]:
-    """The unsharded model, and the generator after it."""
+def build_seeded(make: Callable[[], nn.Module]) -> tuple[nn.Module, torch.Tensor]:
+    """Return the unsharded model, and the state of the generator after it."""
     torch.manual_seed(SEED)
     return make(), torch.get_rng_state()
 
 
-def wrong(model: nn.Module, expected: nn.Module) -> list[str]:
-    """Names of what a sharded model has otherwise, buffers and attributes included."""
+def differences(model: nn.Module, expected: nn.Module) -> list[str]:
+    """Return names of different tensors, buffers, flags and attributes."""
     want, got = expected.state_dict(), dict(zerostart.full_tensors(model, rank=None))
-    found = list(want.keys() ^ got.keys())
-    found += [n for n in want.keys() & got.keys() if not same(want[n], got[n])]
+    names = list(want.keys() ^ got.keys())
+    names += [n for n in want.keys() & got.keys() if not same(want[n], got[n])]
     buffers = dict(model.named_buffers())
-    found += [n for n, buffer in expected.named_buffers() if not same(buffer, buffers[n].cpu())]
-    trained = {n: p.requires_grad for n, p in expected.named_parameters(remove_duplicate=False)}
-    mine = {n: p.requires_grad for n, p in model.named_parameters(remove_duplicate=False)}
-    if trained != mine or model.training != expected.training:
-        found.append("flags")
-    if isinstance(expected, Odd) and not (torch.equal(expected.plain, model.plain) and model.word == "kept"):
-        found.append("attributes")
-    return found
+    names += [n for n, buffer in expected.named_buffers() if not same(buffer, buffers[n].cpu())]
+    expected_flags = {n: p.requires_grad for n, p in expected.named_parameters(remove_duplicate=False)}
+    flags = {n: p.requires_grad for n, p in model.named_parameters(remove_duplicate=False)}
+    if expected_flags != flags or model.training != expected.training:
+        names.append("flags")
+    if isinstance(expected, Unusual) and not torch.equal(expected.plain, model.plain):
+        names.append("plain")
+    if isinstance(expected, Unusual) and model.word != "text":
+        names.append("attributes")
+    return names
 
 
 def same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
@@ -84,28 +85,28 @@ def same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
 
 def start_both_ways(cases: list[tuple[str, int, str, Mapping[str, Any]]]) -> None:
     for engine, stage, kind, options in cases:
-        make = Odd if kind == "odd" else made(kind)
-        expected, end = seeded(make)
-        given = {"engine": engine, "zero_stage": stage, "progress": False, **options}
-        # Ranks that were seeded otherwise get rank 0's.
+        make = Unusual if kind == "odd" else factory(kind)
+        expected, end = build_seeded(make)
+        arguments = {"engine": engine, "zero_stage": stage, "progress": False, **options}
+        # Ranks with other seeds get rank 0's values.
         torch.manual_seed(SEED + 5 * dist.get_rank())
-        fresh = zerostart.load(None, model=make, **given)
-        assert wrong(fresh, expected) == [], (engine, stage, kind)
+        fresh = zerostart.load(None, model=make, **arguments)
+        assert differences(fresh, expected) == [], (engine, stage, kind)
         assert dist.get_rank() or torch.equal(torch.get_rng_state(), end)
         report = zerostart.report(fresh)
         assert report.read_bytes == 0
         assert set(report.initialised) == set(expected.state_dict())
         module = copy.deepcopy(expected).eval()
-        old = [p.data_ptr() for p in module.parameters()]
-        existing = zerostart.load(None, model=module, **given)
+        old_addresses = [p.data_ptr() for p in module.parameters()]
+        existing = zerostart.load(None, model=module, **arguments)
         assert existing is module
-        assert wrong(existing.train(), expected) == [], (engine, stage, kind)
-        now = {p.data_ptr() for p in existing.parameters()}
-        assert not now & set(old) - {0}
+        assert differences(existing.train(), expected) == [], (engine, stage, kind)
+        new_addresses = {p.data_ptr() for p in existing.parameters()}
+        assert not new_addresses & set(old_addresses) - {0}
         assert zerostart.report(existing).initialised == ()
 
 
-def test_what_exists_and_what_starts_is_as_unsharded() -> None:
+def test_existing_and_fresh_models_equal_unsharded_ones() -> None:
     kinds = itertools.cycle(["odd", "qwen3"])
     cases = [(*pair, next(kinds), {}) for pair in ENGINES]
     experts = {"expert_parallel": 2}
@@ -114,18 +115,18 @@ def test_what_exists_and_what_starts_is_as_unsharded() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 3, 4])
-def test_what_exists_and_what_starts_on_every_engine(ranks: int) -> None:
+def test_existing_and_fresh_models_on_every_engine(ranks: int) -> None:
     kinds = ["odd", "qwen3", "qwen3_moe", "mixtral", "gpt_oss"]
     run_ranks(
         start_both_ways,
         ranks,
-        [(*pair, kind, {}) for pair in [*ENGINES, *MORE] for kind in kinds],
+        [(*pair, kind, {}) for pair in [*ENGINES, *SLOW_ENGINES] for kind in kinds],
         timeout=400,
     )
 
 
 @pytest.mark.slow
-def test_what_starts_with_experts_and_tensors_over_ranks() -> None:
+def test_fresh_models_with_parallel_experts_and_tensors() -> None:
     cases = [
         ("deepspeed", 3, "qwen3_moe", {"expert_parallel": 2}),
         ("deepspeed", 2, "qwen3_moe", {"expert_parallel": 2}),
@@ -138,40 +139,40 @@ def test_what_starts_with_experts_and_tensors_over_ranks() -> None:
 
 
 def refuse() -> list[str]:
-    """Errors on this rank; what was given has its values afterwards."""
+    """Collect the errors on this rank; the given module keeps its values."""
     rank = dist.get_rank()
     messages = []
-    whole, _ = seeded(Odd)
+    whole, _ = build_seeded(Unusual)
     values = {name: p.detach().clone() for name, p in whole.named_parameters()}
     options = {"engine": "deepspeed", "progress": False}
 
-    def refused(model: Any, **more: Any) -> None:
+    def expect_error(model: Any, **overrides: Any) -> None:
         with pytest.raises(zerostart.ZerostartError) as caught:
-            zerostart.load(None, model=model, **{**options, **more})
+            zerostart.load(None, model=model, **{**options, **overrides})
         messages.append(str(caught.value))
 
-    refused(None)
-    refused(whole, converter=lambda state: state)
-    refused(whole if rank else nn.Linear(3, 4))
-    refused(whole if rank else (lambda: Odd()))
+    expect_error(None)
+    expect_error(whole, converter=lambda state: state)
+    expect_error(whole if rank else nn.Linear(3, 4))
+    expect_error(whole if rank else (lambda: Unusual()))
     half = copy.deepcopy(whole)
     half.linear.weight = nn.Parameter(half.linear.weight.to("meta"))
-    refused(half)
-    refused(whole, engine_config={"zero_optimization": {"stage": 3, "no_such_key": 1}})
-    refused(whole, engine="fsdp2", dtype=torch.bfloat16 if rank else torch.float32)
+    expect_error(half)
+    expect_error(whole, engine_config={"zero_optimization": {"stage": 3, "no_such_key": 1}})
+    expect_error(whole, engine="fsdp2", dtype=torch.bfloat16 if rank else torch.float32)
     shared = copy.deepcopy(whole)
     shared.left = nn.Parameter(shared.right.data)
-    refused(shared)
-    refused(lambda: nn.Linear(3, 3).register_buffer("x", torch.rand(2, device="cpu")) or nn.Linear(3, 3))
-    refused(lambda: 7)
-    refused(7)
+    expect_error(shared)
+    expect_error(lambda: nn.Linear(3, 3).register_buffer("x", torch.rand(2, device="cpu")) or nn.Linear(3, 3))
+    expect_error(lambda: 7)
+    expect_error(7)
     loaded = zerostart.load(None, model=copy.deepcopy(whole), **options)
-    refused(loaded)
+    expect_error(loaded)
     assert all(torch.equal(p, values[name]) for name, p in whole.named_parameters())
     return messages
 
 
-def test_what_is_refused() -> None:
+def test_refusals() -> None:
     by_rank = run_ranks(refuse, 2)
     assert by_rank[0] == by_rank[1]
     expected = [
@@ -193,23 +194,23 @@ def test_what_is_refused() -> None:
         assert part in message
 
 
-def train(engine: str, stage: int) -> None:
-    """A model that started here trains as the unsharded one that was given whole, and is saved as it."""
+def save_and_reload(engine: str, stage: int) -> None:
+    """Save a fresh model and load it again."""
     import tempfile
 
     from safetensors.torch import load_file
 
-    fresh = zerostart.load(None, model=made("qwen3_moe"), engine=engine, zero_stage=stage, progress=False)
+    fresh = zerostart.load(None, model=factory("qwen3_moe"), engine=engine, zero_stage=stage, progress=False)
     folder = tempfile.mkdtemp()
     zerostart.save(fresh, folder)
-    found = load_file(f"{folder}/model.safetensors")
-    whole = dict(zerostart.full_tensors(fresh, rank=None))
-    again = zerostart.load(folder, engine=engine, zero_stage=stage, progress=False)
-    assert any("experts.0.up_proj" in name for name in found)  # in the layout of the hub
-    assert all(same(tensor, whole[name]) for name, tensor in zerostart.full_tensors(again, rank=None))
+    saved = load_file(f"{folder}/model.safetensors")
+    expected = dict(zerostart.full_tensors(fresh, rank=None))
+    reloaded = zerostart.load(folder, engine=engine, zero_stage=stage, progress=False)
+    assert any("experts.0.up_proj" in name for name in saved)  # the hub's layout
+    assert all(same(tensor, expected[name]) for name, tensor in zerostart.full_tensors(reloaded, rank=None))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("engine", "stage"), ENGINES)
-def test_what_starts_is_saved_in_the_layout_of_its_checkpoints(engine: str, stage: int) -> None:
-    run_ranks(train, 1, engine, stage)
+def test_fresh_model_is_saved_in_the_hub_layout(engine: str, stage: int) -> None:
+    run_ranks(save_and_reload, 1, engine, stage)

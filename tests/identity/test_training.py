@@ -1,4 +1,4 @@
-"""What zerostart hands over trains as what the reference route hands over."""
+"""A loaded model trains on DeepSpeed like one of the stock route."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +20,7 @@ LEARNING_RATE = 1e-3
 def deepspeed_config(dtype: torch.dtype) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": BATCH,
-        "gradient_clipping": 1.0,  # DeepSpeed clips at this norm unless told: say it, so that both do.
+        "gradient_clipping": 1.0,  # DeepSpeed's default; set so that both clip
         "zero_optimization": {"stage": 3},
         "zero_allow_untested_optimizer": True,
         "bf16": {"enabled": dtype == torch.bfloat16},
@@ -52,7 +52,7 @@ def batches(vocabulary: int, ranks: int) -> Iterator[torch.Tensor]:
     """Token ids [ranks, BATCH, LENGTH] of every step, the same in every process."""
     generator = torch.Generator().manual_seed(7)
     batch = torch.randint(3, vocabulary, (ranks, BATCH, LENGTH), generator=generator)
-    for _ in range(STEPS):  # The same text again and again, so that the loss falls at once.
+    for _ in range(STEPS):  # repeat one batch, so that the loss falls quickly
         yield batch
 
 

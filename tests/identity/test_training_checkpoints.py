@@ -1,4 +1,4 @@
-"""Directories that training with other tools left, as sources: equal to what these tools read of them."""
+"""Load training checkpoints of other tools with the values that these tools read."""
 
 from pathlib import Path
 from typing import Any
@@ -14,23 +14,23 @@ from zerostart.errors import CheckpointError
 
 
 def load_whole(source: str, engine: str, stage: int) -> dict[str, torch.Tensor] | None:
-    """Load with zerostart, and give every whole tensor, on rank 0."""
+    """Load with zerostart, and return every whole tensor on rank 0."""
     import zerostart
 
-    model = zerostart.load(source, model=_meta, engine=engine, zero_stage=stage, dtype=torch.float32)
-    got = dict(zerostart.full_tensors(model))
-    return got if dist.get_rank() == 0 else None  # type: ignore[return-value]
+    model = zerostart.load(source, model=_build_on_meta, engine=engine, zero_stage=stage, dtype=torch.float32)
+    tensors = dict(zerostart.full_tensors(model))
+    return tensors if dist.get_rank() == 0 else None  # type: ignore[return-value]
 
 
-def _meta() -> Any:
+def _build_on_meta() -> Any:
     with torch.device("meta"):
         return build_model()
 
 
-def assert_equal(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert set(got) >= set(expected)
+def assert_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert set(actual) >= set(expected)
     for name, tensor in expected.items():
-        assert torch.equal(got[name], tensor.to(got[name].dtype)), name
+        assert torch.equal(actual[name], tensor.to(actual[name].dtype)), name
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def assert_equal(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
         pytest.param(1, False, True, 4, marks=pytest.mark.slow),
     ],
 )
-def test_a_zero_checkpoint_is_what_zero_to_fp32_reads(
+def test_zero_checkpoint_equals_zero_to_fp32(
     tmp_path: Path, stage: int, bf16: bool, frozen: bool, world: int
 ) -> None:
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
@@ -52,7 +52,7 @@ def test_a_zero_checkpoint_is_what_zero_to_fp32_reads(
     out = str(tmp_path / "run")
     run_ranks(write_deepspeed, world, out, stage, bf16, frozen)
     expected = get_fp32_state_dict_from_zero_checkpoint(out, lazy_mode=False)
-    if stage == 1 and frozen:  # which it does not give
+    if stage == 1 and frozen:  # zero_to_fp32 omits them
         states = torch.load(Path(out) / "global_step2" / "mp_rank_00_model_states.pt", weights_only=False)
         expected |= {name: tensor.float() for name, tensor in states["module"].items() if "mlp" in name}
     engine = "deepspeed" if stage == 3 else "fsdp2"
@@ -60,29 +60,29 @@ def test_a_zero_checkpoint_is_what_zero_to_fp32_reads(
 
 
 @pytest.mark.slow
-def test_a_rank_reads_its_share_of_a_zero_checkpoint_alone(tmp_path: Path) -> None:
+def test_rank_reads_only_its_part_of_a_zero_checkpoint(tmp_path: Path) -> None:
     out = str(tmp_path / "run")
     run_ranks(write_deepspeed, 2, out, 3, True, False)
     catalog = open_catalog(out)
     assert catalog.assembled is not None
     stored = {name: entry.nbytes for name, entry in catalog.tensors.items()}
-    # Without the optimizer's states, which are twice as many bytes.
+    # Optimizer states, with twice the bytes, are not read.
     assert sum(stored.values()) < 1.1 * sum(
         tensor.nbytes for name, tensor in catalog.assembled.items() if name != "lm_head.weight"
     )
-    read = [report["read_bytes"] for report in run_ranks(_reports, 2, out)]
+    read = [report["read_bytes"] for report in run_ranks(_measure_read, 2, out)]
     assert max(read) < 0.75 * sum(stored.values())
 
 
-def _reports(source: str) -> dict[str, int]:
+def _measure_read(source: str) -> dict[str, int]:
     import zerostart
 
-    model = zerostart.load(source, model=_meta, engine="fsdp2", dtype=torch.float32, exchange=False)
+    model = zerostart.load(source, model=_build_on_meta, engine="fsdp2", dtype=torch.float32, exchange=False)
     return {"read_bytes": zerostart.report(model).read_bytes}
 
 
 @pytest.mark.parametrize(("wrapped", "world"), [(True, 3), pytest.param(False, 2, marks=pytest.mark.slow)])
-def test_a_directory_of_torchs_distributed_checkpoint(tmp_path: Path, wrapped: bool, world: int) -> None:
+def test_torch_distributed_checkpoint_is_loaded(tmp_path: Path, wrapped: bool, world: int) -> None:
     out = str(tmp_path / "dcp")
     expected = run_ranks(write_dcp, world, out, wrapped)[0]
     assert_equal(run_ranks(load_whole, 2, out, "deepspeed", 3)[0], expected)
@@ -90,7 +90,7 @@ def test_a_directory_of_torchs_distributed_checkpoint(tmp_path: Path, wrapped: b
 
 @pytest.mark.slow
 def test_the_folders_of_accelerate_are_found(tmp_path: Path) -> None:
-    """``save_state`` leaves FSDP2's weights in ``pytorch_model_fsdp_0``, DeepSpeed's in ``pytorch_model``."""
+    """accelerate's ``save_state`` writes FSDP2 and DeepSpeed weights into different folders."""
     expected = run_ranks(write_dcp, 2, str(tmp_path / "a" / "pytorch_model_fsdp_0"), False)[0]
     assert_equal(run_ranks(load_whole, 1, str(tmp_path / "a"), "fsdp2", 3)[0], expected)
     run_ranks(write_deepspeed, 2, str(tmp_path / "b" / "pytorch_model"), 2, True, False)
@@ -98,7 +98,7 @@ def test_the_folders_of_accelerate_are_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_file_that_is_missing_is_one_error(tmp_path: Path) -> None:
+def test_missing_file_is_one_error(tmp_path: Path) -> None:
     out = tmp_path / "run"
     run_ranks(write_deepspeed, 3, str(out), 3, True, False)
     tag = out / (out / "latest").read_text()
