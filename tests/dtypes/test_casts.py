@@ -1,4 +1,4 @@
-"""Casts on read: from each stored dtype into each dtype that a model is held in, as eager torch casts."""
+"""Casts on read from every stored dtype equal those of eager torch."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from zerostart.recipe import Recipe, SymbolicTensor, Target, torch_dtype
 from zerostart.transfer import Progress, execute
 from zerostart.transfer.planning import Destination, PlanOptions, join
 
-STORED = (
+STORED_DTYPES = (
     torch.float64,
     torch.float32,
     torch.float16,
@@ -22,12 +22,12 @@ STORED = (
     torch.float8_e4m3fnuz,
     torch.float8_e5m2fnuz,
 )
-HELD = (torch.float32, torch.bfloat16, torch.float16)
+MODEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHAPE, WORLD = (7, 9), 3
 
 
-def awkward(dtype: torch.dtype) -> torch.Tensor:
-    """Values that a cast can get wrong: ties between two results, overflow, subnormals, signed zero, NaN."""
+def difficult_values(dtype: torch.dtype) -> torch.Tensor:
+    """Ties, overflow, subnormals, signed zeros and NaN."""
     torch.manual_seed(0)
     values = torch.randn(SHAPE, dtype=torch.float64) * 10 ** torch.randint(-9, 5, SHAPE).double()
     special = [1 + 2**-9, 1 + 3 * 2**-9, 1 + 2**-12, 65504.0, 65520.0, 1e38, 3.4e38, 2**-24, 2**-25, 1e-40]
@@ -37,36 +37,34 @@ def awkward(dtype: torch.dtype) -> torch.Tensor:
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes, of one NaN for all: torch's casts choose its bits by whether they took the vector loop."""
+    """Return the bytes with one NaN for all, whose bits depend on vectorisation."""
     return torch.where(tensor.isnan(), torch.full_like(tensor, float("nan")), tensor).view(torch.uint8)
 
 
-@pytest.mark.parametrize("held", HELD, ids=str)
-@pytest.mark.parametrize("stored", STORED, ids=str)
-def test_a_cast_on_read_is_the_cast_of_eager_torch(
-    stored: torch.dtype, held: torch.dtype, tmp_path: Path
-) -> None:
-    source = awkward(stored)
+@pytest.mark.parametrize("dtype", MODEL_DTYPES, ids=str)
+@pytest.mark.parametrize("stored", STORED_DTYPES, ids=str)
+def test_cast_on_read_equals_eager_torch(stored: torch.dtype, dtype: torch.dtype, tmp_path: Path) -> None:
+    source = difficult_values(stored)
     save_file({"w": source}, tmp_path / "model.safetensors")
     catalog = open_catalog(tmp_path)
     entry = catalog.tensors["w"]
     symbol = SymbolicTensor.of("w", entry.shape, torch_dtype(entry.dtype, "w"), entry.strides)
     for shape, pieces, expected in (
-        (SHAPE, symbol.pieces, source.to(held)),
-        (SHAPE[::-1], symbol.transpose(0, 1).pieces, source.to(held).t()),
+        (SHAPE, symbol.pieces, source.to(dtype)),
+        (SHAPE[::-1], symbol.transpose(0, 1).pieces, source.to(dtype).t()),
     ):
-        recipe = Recipe(Target("w", shape, held), pieces)
+        recipe = Recipe(Target("w", shape, dtype), pieces)
         for rank in range(WORLD):
             for layout in (flat_partition(shape, rank, WORLD), dimension_shard(shape, 0, rank, WORLD)):
-                destination = Destination("w", layout.numel, layout.owned, held, direct=True)
+                destination = Destination("w", layout.numel, layout.owned, dtype, direct=True)
                 for chunk in (16, 1 << 20):
                     plan = join(catalog, [(recipe, layout, destination)], PlanOptions(chunk_size=chunk))
-                    storage = torch.full((layout.numel,), 7.0, dtype=held)
+                    storage = torch.full((layout.numel,), 7.0, dtype=dtype)
                     execute(plan, [storage], Progress(plan.read_bytes, shown=False), threads=1)
-                    assert torch.equal(bits(storage), bits(own_part(expected, layout)))
+                    assert torch.equal(bits(storage), bits(part_of(expected, layout)))
 
 
-def own_part(whole: torch.Tensor, layout: Layout) -> torch.Tensor:
+def part_of(whole: torch.Tensor, layout: Layout) -> torch.Tensor:
     part = torch.zeros(layout.numel, dtype=whole.dtype)
     for first, count, to in layout.runs():
         part[to : to + count] = whole.reshape(-1)[first : first + count]

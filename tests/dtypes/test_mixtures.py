@@ -1,4 +1,4 @@
-"""Models that keep some parameters in fp32 beside bf16: loaded so, and trained so, on both engines."""
+"""Models with some fp32 parameters next to bf16 load and train on both engines."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 import zerostart
-from tests.dtypes.test_masters import F32, State, config_of, expected_of, masters_in, unlike, whole_halves
+from tests.dtypes.test_masters import F32, State, config_of, differences, expected_of, gather, masters_of
 from tests.ranks import rank_outcomes, run_ranks
 from tests.tiny import TinyCheckpoints
 
@@ -31,13 +31,13 @@ def path(checkpoints: TinyCheckpoints) -> Path:
     return checkpoints("flint", F32)
 
 
-# --- One process, as the engines train: fp32 masters, the model's own dtypes in forward and backward.
+# --- Reference in one process: fp32 masters, the model's dtypes in forward and backward.
 
 
-def alone(
+def train_alone(
     path: Path, ranks: int, origin: State, dtype: torch.dtype = BF16
 ) -> tuple[list[list[float]], State, State]:
-    """Losses by step and rank, the gradients of the first step, and the parameters after the last."""
+    """Return losses by step and rank, first gradients, and final parameters."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).train()
@@ -45,7 +45,7 @@ def alone(
     masters = {name: origin[name].clone() for name in parameters}
     optimizer = torch.optim.SGD(masters.values(), lr=RATE)
     losses: list[list[float]] = []
-    first: State = {}
+    grads: State = {}
     for _ in range(STEPS):
         losses.append([])
         for name, master in masters.items():
@@ -59,24 +59,24 @@ def alone(
                 grad, parameters[name].grad = parameters[name].grad, None
                 if grad is not None and master.grad is not None:
                     master.grad += grad.to(master.dtype) / ranks
-        first = first or {name: m.grad.clone() for name, m in masters.items() if m.grad is not None}
+        grads = grads or {name: m.grad.clone() for name, m in masters.items() if m.grad is not None}
         optimizer.step()
-    return losses, first, masters
+    return losses, grads, masters
 
 
-#: One rounding to bf16, whose mantissa has 8 bits: what another order of two ranks' gradients changes.
+#: One rounding to bf16 (8 bits of mantissa): the effect of another order of two ranks' gradients.
 ROUNDING = 2.0**-8
 
 
-def assert_steps(found: Any, expected: Any, rank: int, near_to: float = ROUNDING) -> None:
-    losses, gradients, parameters = found
+def assert_steps(actual: Any, expected: Any, rank: int, rounding: float = ROUNDING) -> None:
+    losses, gradients, parameters = actual
     want_losses, want_gradients, want = expected
-    assert losses == pytest.approx([step[rank] for step in want_losses], rel=near_to / 8)
+    assert losses == pytest.approx([step[rank] for step in want_losses], rel=rounding / 8)
     for name, gradient in want_gradients.items():
-        near = 1e-5 + near_to * float(gradient.abs().max())
+        near = 1e-5 + rounding * float(gradient.abs().max())
         torch.testing.assert_close(gradients[name].float(), gradient.float(), rtol=0, atol=near, msg=name)
     for name, tensor in want.items():
-        near = STEPS * RATE * (1e-5 + 2.5 * near_to * float(want_gradients[name].abs().max())) + 1e-7
+        near = STEPS * RATE * (1e-5 + 2.5 * rounding * float(want_gradients[name].abs().max())) + 1e-7
         torch.testing.assert_close(parameters[name].float(), tensor.float(), rtol=1e-6, atol=near, msg=name)
 
 
@@ -88,29 +88,29 @@ def train_deepspeed(path: Path, zero: dict[str, Any], masters: bool) -> Any:
     from deepspeed.utils import safe_get_full_grad
 
     config = config_of(**zero) | EXACT
-    # Where the parameters lie at the load is another matter; on a CPU it makes no difference.
+    # The load uses the default placement, which makes no difference on a CPU.
     model = zerostart.load(path, engine_config=config_of(), progress=False, fp32_masters=masters)
-    before = unlike(whole_halves(model), expected_of(path, BF16))
+    before = differences(gather(model), expected_of(path, BF16))
     model.train()
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
-    before += unlike(whole_halves(model), expected_of(path, BF16))
-    begun = masters_in(model)
+    before += differences(gather(model), expected_of(path, BF16))
+    initial = masters_of(model)
     batch = tokens(dist.get_world_size())[dist.get_rank()]
     losses: list[float] = []
-    first: State = {}
+    grads: State = {}
     for _ in range(STEPS):
         loss = engine(input_ids=batch, labels=batch).loss
         engine.backward(loss)
-        first = first or {name: safe_get_full_grad(p).clone() for name, p in model.named_parameters()}
+        grads = grads or {name: safe_get_full_grad(p).clone() for name, p in model.named_parameters()}
         engine.step()
         losses.append(loss.item())
-    rounded = {name: tensor.to(begun[name].dtype) for name, tensor in whole_halves(model).items()}
+    rounded = {name: tensor.to(initial[name].dtype) for name, tensor in gather(model).items()}
     after = {
         name: t.to(p.dtype).float()
-        for (name, t), p in zip(masters_in(model).items(), model.parameters(), strict=True)
+        for (name, t), p in zip(masters_of(model).items(), model.parameters(), strict=True)
     }
-    return before, begun, (losses, first, masters_in(model)), unlike(rounded, after)
+    return before, initial, (losses, grads, masters_of(model)), differences(rounded, after)
 
 
 HOST = {"device": "cpu"}
@@ -127,29 +127,29 @@ HOST = {"device": "cpu"}
         (3, False, {}),
     ],
 )
-def test_deepspeed_trains_a_mixture_as_one_process_does(
+def test_deepspeed_trains_mixed_dtypes_as_one_process(
     world_size: int, masters: bool, zero: dict[str, Any], path: Path
 ) -> None:
-    kept = expected_of(path, BF16)
-    origin = expected_of(path, F32) if masters else {name: t.float() for name, t in kept.items()}
-    expected = alone(path, world_size, origin)
-    for rank, (before, begun, found, after) in enumerate(
+    stored = expected_of(path, BF16)
+    origin = expected_of(path, F32) if masters else {name: t.float() for name, t in stored.items()}
+    expected = train_alone(path, world_size, origin)
+    for rank, (before, initial, trace, after) in enumerate(
         run_ranks(train_deepspeed, world_size, path, zero, masters, timeout=240)
     ):
         assert before == []
-        assert unlike(begun, origin) == []
+        assert differences(initial, origin) == []
         assert after == []
-        assert_steps(found, expected, rank)
+        assert_steps(trace, expected, rank)
 
 
-def refused(path: Path, zero: dict[str, Any]) -> None:
+def load(path: Path, zero: dict[str, Any]) -> None:
     zerostart.load(path, engine_config=config_of(**zero), progress=False)
 
 
 @pytest.mark.slow
-def test_a_setting_for_one_dtype_is_refused_by_name(path: Path) -> None:
+def test_setting_for_one_dtype_is_refused(path: Path) -> None:
     setting = "stage3_use_all_reduce_for_fetch_params"
-    for outcome in rank_outcomes(refused, 2, path, {setting: True}):
+    for outcome in rank_outcomes(load, 2, path, {setting: True}):
         assert outcome.error == "zerostart.errors.EngineError"
         assert setting in outcome.message
         assert "model.embed_tokens.weight is bfloat16, model.layers.0.self_attn.sinks is float32" in (
@@ -178,15 +178,15 @@ def train_fsdp2(
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     batch = tokens(dist.get_world_size())[dist.get_rank()]
     losses: list[float] = []
-    first: State = {}
+    grads: State = {}
     for _ in range(STEPS):
         loss = model(input_ids=batch, labels=batch).loss
         loss.backward()
-        first = first or {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+        grads = grads or {name: p.grad.full_tensor() for name, p in model.named_parameters()}
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return before, units, (losses, first, dict(zerostart.full_tensors(model, rank=None)))
+    return before, units, (losses, grads, dict(zerostart.full_tensors(model, rank=None)))
 
 
 POLICY = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=F32)
@@ -194,37 +194,35 @@ POLICY = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=F32)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "dtype"), [(1, F32), (2, BF16), (3, BF16)])
-def test_fsdp2_trains_with_masters_that_were_never_rounded(
-    world_size: int, dtype: torch.dtype, path: Path
-) -> None:
+def test_fsdp2_trains_with_exact_masters(world_size: int, dtype: torch.dtype, path: Path) -> None:
     origin = expected_of(path, F32)
-    expected = alone(path, world_size, origin)
-    for rank, (before, units, found) in enumerate(
+    expected = train_alone(path, world_size, origin)
+    for rank, (before, units, trace) in enumerate(
         run_ranks(train_fsdp2, world_size, path, {"mp_policy": POLICY}, dtype, True)
     ):
-        assert unlike(before, origin) == []
+        assert differences(before, origin) == []
         assert {"model.layers.0.self_attn", "model.layers.0.mlp.gate"} <= set(units)
-        assert_steps(found, expected, rank)
+        assert_steps(trace, expected, rank)
 
 
 @pytest.mark.slow
-def test_fsdp2_trains_a_mixture_without_a_policy(path: Path) -> None:
-    """No policy and no masters: AdamW would change bf16 itself, so that only the first step is compared."""
-    kept = expected_of(path, BF16)
-    (losses, gradients, _) = alone(path, 2, kept)
-    for rank, (before, _, (found, first, _)) in enumerate(
+def test_fsdp2_trains_mixed_dtypes_without_a_policy(path: Path) -> None:
+    """Without masters AdamW updates bf16 itself, so only the first step is compared."""
+    stored = expected_of(path, BF16)
+    (losses, gradients, _) = train_alone(path, 2, stored)
+    for rank, (before, _, (step_losses, grads, _)) in enumerate(
         run_ranks(train_fsdp2, 2, path, {"reshard_after_forward": False}, BF16, True)
     ):
-        assert unlike(before, kept) == []
-        assert found[0] == pytest.approx(losses[0][rank], abs=2e-3)
+        assert differences(before, stored) == []
+        assert step_losses[0] == pytest.approx(losses[0][rank], abs=2e-3)
         for name, gradient in gradients.items():
-            assert first[name].dtype == kept[name].dtype
+            assert grads[name].dtype == stored[name].dtype
             near = 1e-5 + 2e-2 * float(gradient.abs().max())
-            torch.testing.assert_close(first[name].float(), gradient.float(), rtol=0, atol=near, msg=name)
+            torch.testing.assert_close(grads[name].float(), gradient.float(), rtol=0, atol=near, msg=name)
 
 
-class Torn(nn.Module):
-    """One module with parameters of two dtypes, beside a list of modules of either."""
+class TwoDtypes(nn.Module):
+    """One module with parameters of two dtypes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -232,15 +230,15 @@ class Torn(nn.Module):
         self.weight = nn.Parameter(torch.ones(4, 4, dtype=BF16))
 
 
-def torn(engine: str) -> Any:
-    source = {name: tensor.detach() for name, tensor in Torn().state_dict().items()}
-    model = zerostart.load(source, model=Torn, engine=engine, progress=False)
+def load_two_dtypes(engine: str) -> Any:
+    source = {name: tensor.detach() for name, tensor in TwoDtypes().state_dict().items()}
+    model = zerostart.load(source, model=TwoDtypes, engine=engine, progress=False)
     return {name: p.dtype for name, p in model.named_parameters()}
 
 
 @pytest.mark.slow
-def test_one_module_of_two_dtypes_is_refused_by_name_where_it_cannot_be_sharded() -> None:
-    for outcome in rank_outcomes(torn, 2, "fsdp2"):
+def test_fsdp2_refuses_a_module_with_two_dtypes() -> None:
+    for outcome in rank_outcomes(load_two_dtypes, 2, "fsdp2"):
         assert outcome.error == "zerostart.errors.EngineError"
         assert "scale is float32, weight is bfloat16" in outcome.message
-    assert run_ranks(torn, 2, "deepspeed") == [{"scale": F32, "weight": BF16}] * 2
+    assert run_ranks(load_two_dtypes, 2, "deepspeed") == [{"scale": F32, "weight": BF16}] * 2

@@ -1,4 +1,4 @@
-"""A checkpoint that changes while it is loaded: never a mixture, but the same named error on every rank."""
+"""A checkpoint that changes during a load is one named error on all ranks."""
 
 import threading
 import time
@@ -20,8 +20,8 @@ from zerostart.transfer import FileReader
 SHAPE = (64, 48)
 
 
-class Two(nn.Module):
-    """Layers that lie in two files."""
+class TwoLayers(nn.Module):
+    """Layers whose weights may be in two files."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ def weights(value: float) -> dict[str, torch.Tensor]:
 
 
 def write(path: Path, value: float) -> None:
-    """The same headers whatever the value; a safetensors file, or one of torch.save."""
+    """Write a safetensors or torch file whose header does not depend on the value."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".bin":
         torch.save(weights(value), path)
@@ -42,26 +42,26 @@ def write(path: Path, value: float) -> None:
         save_file(weights(value), path)
 
 
-def in_place(path: Path) -> None:
-    """Other weights under the same header, byte by byte into the same file."""
-    other = path.parent / "other" / path.name
-    write(other, 2.0)
+def write_in_place(path: Path) -> None:
+    """Write other weights with the same header into the same file."""
+    new_file = path.parent / "other" / path.name
+    write(new_file, 2.0)
     time.sleep(0.02)  # the clock of modification times ticks every few milliseconds
     with path.open("r+b") as stream:
-        stream.write(other.read_bytes())
+        stream.write(new_file.read_bytes())
 
 
-def over(path: Path) -> None:
-    """Another file under the same name; whoever has the old one open goes on reading that."""
-    other = path.parent / "other" / path.name
-    write(other, 2.0)
-    other.replace(path)
+def replace_file(path: Path) -> None:
+    """Replace the file; readers of the old one keep reading it."""
+    new_file = path.parent / "other" / path.name
+    write(new_file, 2.0)
+    new_file.replace(path)
 
 
-CHANGES: dict[str, Callable[[Path], None]] = {"in place": in_place, "over": over}
+CHANGES: dict[str, Callable[[Path], None]] = {"in place": write_in_place, "replaced": replace_file}
 
 
-def same_error(outcomes: list[Outcome], path: Path) -> None:
+def check_same_error(outcomes: list[Outcome], path: Path) -> None:
     report = "\n".join(outcome.describe() for outcome in outcomes)
     assert {outcome.error for outcome in outcomes} == {"zerostart.errors.ReadError"}, report
     assert len({outcome.message for outcome in outcomes}) == 1, report
@@ -74,10 +74,10 @@ def same_error(outcomes: list[Outcome], path: Path) -> None:
 @pytest.mark.parametrize(("victim", "name"), [(0, "model.safetensors"), (1, "pytorch_model.bin")])
 @pytest.mark.parametrize("change", CHANGES)
 def test_changed_before_a_rank_opens_it(victim: int, change: str, name: str, tmp_path: Path) -> None:
-    """The header is that of the old file, which the other ranks may have read already."""
+    """Other ranks may have read the old header already."""
     write(tmp_path / name, 1.0)
     outcomes = rank_outcomes(load_changed, 3, tmp_path / name, victim, change, "open")
-    same_error(outcomes, tmp_path / name)
+    check_same_error(outcomes, tmp_path / name)
 
 
 @pytest.mark.slow
@@ -87,48 +87,48 @@ def test_changed_before_a_rank_opens_it(victim: int, change: str, name: str, tmp
 def test_written_to_while_it_is_read(engine: str, name: str, tmp_path: Path) -> None:
     write(tmp_path / name, 1.0)
     outcomes = rank_outcomes(load_changed, 2, tmp_path / name, 1, "in place", "read", engine)
-    same_error(outcomes, tmp_path / name)
+    check_same_error(outcomes, tmp_path / name)
 
 
 @pytest.mark.slow
 def test_replaced_while_it_is_read(tmp_path: Path) -> None:
-    """All ranks have the old file open: its weights, on every rank."""
+    """All ranks have the old file open and read its weights."""
     path = tmp_path / "model.safetensors"
     write(path, 1.0)
-    for seen in run_ranks(load_changed, 2, path, 1, "over", "read"):
-        assert seen == {1.0}
+    for values in run_ranks(load_changed, 2, path, 1, "replaced", "read"):
+        assert values == {1.0}
 
 
 def load_changed(path: Path, victim: int, change: str, when: str, engine: str = "fsdp2") -> set[float]:
-    """Before the victim opens the file, or once all have read something of it, the file is changed."""
+    """Change the file before the victim opens it or while all ranks read."""
     world = current_world()
     changed = False
-    opened, read = FileReader._descriptor, FileReader.read
-    lock = threading.Lock()  # several threads read
+    open_file, read = FileReader._descriptor, FileReader.read
+    lock = threading.Lock()  # reads run in several threads
 
-    def opens(self: FileReader, file: int) -> int:
+    def open_and_change(self: FileReader, file: int) -> int:
         nonlocal changed
         with lock:
             if not changed and when == "open" and world.rank == victim:
                 CHANGES[change](path)
                 changed = True
-        return opened(self, file)
+        return open_file(self, file)
 
-    def reads(self: FileReader, file: int, offset: int, buffers: Any) -> None:
+    def read_and_change(self: FileReader, file: int, offset: int, buffers: Any) -> None:
         nonlocal changed
         with lock:
             if not changed and when == "read":
-                opened(self, file)
-                dist.barrier()  # all have opened it
+                open_file(self, file)
+                dist.barrier()  # all ranks have opened it
                 if world.rank == victim:
                     CHANGES[change](path)
                 dist.barrier()
                 changed = True
         read(self, file, offset, buffers)
 
-    FileReader._descriptor = opens  # type: ignore[method-assign]
-    FileReader.read = reads  # type: ignore[method-assign]
-    model = zerostart.load(path, lambda: Two(), engine=engine, progress=False)
+    FileReader._descriptor = open_and_change  # type: ignore[method-assign]
+    FileReader.read = read_and_change  # type: ignore[method-assign]
+    model = zerostart.load(path, lambda: TwoLayers(), engine=engine, progress=False)
     assert changed or (when == "open" and world.rank != victim)
-    whole = [tensor for _, tensor in zerostart.full_tensors(model, rank=None)]
-    return {float(value) for tensor in whole if tensor is not None for value in tensor.unique()}
+    tensors = [tensor for _, tensor in zerostart.full_tensors(model, rank=None)]
+    return {float(value) for tensor in tensors if tensor is not None for value in tensor.unique()}

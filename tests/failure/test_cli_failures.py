@@ -1,4 +1,4 @@
-"""The command line on failure: one clear line, exit code 1, no traceback unless asked for, within 30 s."""
+"""Failing commands print one line and exit 1 within 30 s, without a traceback."""
 
 import os
 import subprocess
@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.failure.broken import broken_copy
+from tests.failure.broken import break_copy
 from tests.tiny import TinyCheckpoints
 
-LIMIT = 30.0
+MAX_SECONDS = 30.0
 ZEROSTART = Path(sysconfig.get_path("scripts")) / "zerostart"
 
-#: Imported by every Python process that has its folder in PYTHONPATH: ends rank 1 at its first weights.
+#: A sitecustomize module that kills rank 1 at its first read of weights.
 KILL_RANK_1 = """
 import os, signal
 if os.environ.get("RANK") == "1":
@@ -27,49 +27,49 @@ def source(checkpoints: TinyCheckpoints) -> Path:
     return checkpoints("qwen3_moe", sharded=True)
 
 
-def zerostart(*arguments: object, **environment: str) -> tuple[subprocess.CompletedProcess[str], float]:
+def run_zerostart(*arguments: object, **environment: str) -> tuple[subprocess.CompletedProcess[str], float]:
     started = time.monotonic()
-    done = subprocess.run(
+    process = subprocess.run(
         [ZEROSTART, *map(str, arguments)],
         env=os.environ | environment,
         capture_output=True,
         text=True,
         timeout=120,
     )
-    return done, time.monotonic() - started
+    return process, time.monotonic() - started
 
 
-def failed_with_one_line(done: subprocess.CompletedProcess[str], *words: str) -> None:
-    everything = done.stdout + done.stderr
-    assert done.returncode == 1, everything
-    assert "Traceback" not in everything
-    errors = [line for line in everything.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1, everything
+def check_one_error_line(process: subprocess.CompletedProcess[str], *words: str) -> None:
+    output = process.stdout + process.stderr
+    assert process.returncode == 1, output
+    assert "Traceback" not in output
+    errors = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, output
     for word in words:
         assert word in errors[0]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("breakage", "engine"), [("truncated", "deepspeed"), ("wrong-shape", "fsdp2")])
-def test_load_of_a_broken_checkpoint(engine: str, breakage: str, source: Path, tmp_path: Path) -> None:
-    folder, word = broken_copy(source, tmp_path, breakage)
-    done, seconds = zerostart("load", folder, "--nproc", 2, "--engine", engine)
-    failed_with_one_line(done, word)
-    assert len((done.stdout + done.stderr).strip().splitlines()) == 1
-    assert seconds < LIMIT
+def test_broken_checkpoint_prints_one_line(engine: str, breakage: str, source: Path, tmp_path: Path) -> None:
+    folder, word = break_copy(source, tmp_path, breakage)
+    process, seconds = run_zerostart("load", folder, "--nproc", 2, "--engine", engine)
+    check_one_error_line(process, word)
+    assert len((process.stdout + process.stderr).strip().splitlines()) == 1
+    assert seconds < MAX_SECONDS
 
 
 @pytest.mark.slow
-def test_load_with_a_rank_that_is_killed(source: Path, tmp_path: Path) -> None:
+def test_load_with_a_killed_rank_prints_one_line(source: Path, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(KILL_RANK_1)
-    done, seconds = zerostart("load", source, "--nproc", 2, PYTHONPATH=str(tmp_path))
-    failed_with_one_line(done, "rank 1")
-    assert seconds < LIMIT
+    process, seconds = run_zerostart("load", source, "--nproc", 2, PYTHONPATH=str(tmp_path))
+    check_one_error_line(process, "rank 1")
+    assert seconds < MAX_SECONDS
 
 
 @pytest.mark.slow
-def test_traceback_where_asked_for(source: Path, tmp_path: Path) -> None:
-    folder, _ = broken_copy(source, tmp_path, "enormous-header")
-    done, _ = zerostart("--traceback", "plan", folder, "--world-size", 2)
-    assert done.returncode == 1
-    assert "Traceback" in done.stderr
+def test_traceback_option(source: Path, tmp_path: Path) -> None:
+    folder, _ = break_copy(source, tmp_path, "enormous-header")
+    process, _ = run_zerostart("--traceback", "plan", folder, "--world-size", 2)
+    assert process.returncode == 1
+    assert "Traceback" in process.stderr

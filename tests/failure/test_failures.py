@@ -1,4 +1,4 @@
-"""Whatever goes wrong on one rank: the same named error on every rank, soon, and no partly loaded model."""
+"""Any failure of one rank is the same error on all ranks within 30 s."""
 
 import errno
 import json
@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch import nn
 
 import zerostart
-from tests.failure.broken import BREAKAGES, broken_copy
+from tests.failure.broken import BREAKAGES, break_copy
 from tests.ranks import Outcome, rank_outcomes
 from tests.tiny import TinyCheckpoints
 from zerostart import errors
 
-LIMIT = 30.0
+MAX_SECONDS = 30.0
 ENGINES = ("deepspeed", "fsdp2")
 EXPECTED: dict[str, type[errors.ZerostartError]] = {
     "truncated": errors.CheckpointError,
@@ -38,16 +38,16 @@ def source(checkpoints: TinyCheckpoints) -> Path:
     return checkpoints("qwen3_moe", sharded=True)
 
 
-def same_error(
+def check_same_error(
     outcomes: Sequence[Outcome], kind: type[errors.ZerostartError], *words: str, exact: bool = True
 ) -> str:
-    """Check that every rank raised ``kind`` with one text that has all ``words``; returns the text."""
+    """Check that all ranks raised ``kind`` with the same text; return the text."""
     report = "\n".join(outcome.describe() for outcome in outcomes)
     name = f"{kind.__module__}.{kind.__qualname__}"
     for outcome in outcomes:
         assert outcome.error, f"rank {outcome.rank} raised nothing:\n{report}"
         assert name in outcome.mro, report
-        assert outcome.seconds < LIMIT, report
+        assert outcome.seconds < MAX_SECONDS, report
     assert len({outcome.error for outcome in outcomes}) == 1, report
     assert len({outcome.message for outcome in outcomes}) == 1, report
     for word in words:
@@ -57,17 +57,17 @@ def same_error(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("breakage", BREAKAGES)
-def test_broken_checkpoint(breakage: str, source: Path, tmp_path: Path) -> None:
-    folder, word = broken_copy(source, tmp_path, breakage)
+def test_broken_checkpoint_is_one_error(breakage: str, source: Path, tmp_path: Path) -> None:
+    folder, word = break_copy(source, tmp_path, breakage)
     engine = ENGINES[list(BREAKAGES).index(breakage) % 2]
     outcomes = rank_outcomes(load_only, 3, folder, engine, True)
-    message = same_error(outcomes, EXPECTED[breakage], word)
+    message = check_same_error(outcomes, EXPECTED[breakage], word)
     assert len(message) < 2000
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
-def test_checkpoint_of_another_architecture(
+def test_checkpoint_of_another_architecture_is_one_error(
     engine: str, checkpoints: TinyCheckpoints, tmp_path: Path
 ) -> None:
     folder = tmp_path / "other"
@@ -76,47 +76,47 @@ def test_checkpoint_of_another_architecture(
     config = json.loads((checkpoints("qwen3") / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config))
     outcomes = rank_outcomes(load_only, 2, folder, engine, True)
-    same_error(outcomes, errors.CoverageError, "Qwen3ForCausalLM", "configuration", "converter")
+    check_same_error(outcomes, errors.CoverageError, "Qwen3ForCausalLM", "configuration", "converter")
 
 
 SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    ("engine", "victim", "what"),
+    ("engine", "victim", "fault"),
     [
         ("deepspeed", 1, "io error"),
         ("fsdp2", 0, "kill"),
         pytest.param("fsdp2", 1, "io error", marks=SLOW),
         pytest.param("deepspeed", 2, "kill", marks=SLOW),
         *(
-            pytest.param(engine, 1, what, marks=SLOW)
+            pytest.param(engine, 1, fault, marks=SLOW)
             for engine in ENGINES
-            for what in ("end of file", "memory")
+            for fault in ("end of file", "memory")
         ),
     ],
 )
-def test_a_fault_of_one_rank_while_reading(engine: str, victim: int, what: str, source: Path) -> None:
-    """The header is right, and then reading fails, ends early, runs out of memory, or the rank is killed."""
-    outcomes = rank_outcomes(load_while, 3, source, engine, victim, what)
-    if what == "kill":
+def test_read_fault_of_one_rank_is_one_error(engine: str, victim: int, fault: str, source: Path) -> None:
+    """Reading the weights fails after the header was read."""
+    outcomes = rank_outcomes(load_with_fault, 3, source, engine, victim, fault)
+    if fault == "kill":
         assert outcomes[victim].exit_code == -signal.SIGKILL
-        same_error([outcome for outcome in outcomes if outcome.rank != victim], errors.PeerError)
-    elif what == "memory":  # not an error that zerostart foresees
-        same_error(outcomes, errors.ZerostartError, "rank 1", "MemoryError")
+        check_same_error([outcome for outcome in outcomes if outcome.rank != victim], errors.PeerError)
+    elif fault == "memory":  # an unexpected error
+        check_same_error(outcomes, errors.ZerostartError, "rank 1", "MemoryError")
     else:
-        words = [os.strerror(errno.EIO)] if what == "io error" else []
-        same_error(outcomes, errors.ReadError, "rank 1", ".safetensors", *words)
+        words = [os.strerror(errno.EIO)] if fault == "io error" else []
+        check_same_error(outcomes, errors.ReadError, "rank 1", ".safetensors", *words)
 
 
 @pytest.mark.slow
-def test_model_that_cannot_be_built_on_one_rank(source: Path) -> None:
+def test_build_error_of_one_rank_is_one_error(source: Path) -> None:
     outcomes = rank_outcomes(load_unbuildable, 2, source, "fsdp2")
-    same_error(outcomes, errors.ZerostartError, "rank 1", "no such layer")
+    check_same_error(outcomes, errors.ZerostartError, "rank 1", "no such layer")
 
 
 def test_group_is_usable_after_a_failure(source: Path, tmp_path: Path) -> None:
-    folder, _ = broken_copy(source, tmp_path, "lost-tensor")
+    folder, _ = break_copy(source, tmp_path, "lost-tensor")
     for outcome in rank_outcomes(load_broken_then_whole, 2, folder, source):
         assert outcome.ok, outcome.describe()
 
@@ -132,10 +132,10 @@ def load_broken_then_whole(broken: Path, whole: Path) -> None:
         assert zerostart.load(whole, engine=engine, progress=False) is not None
 
 
-def load_while(path: Path, engine: str, victim: int, what: str) -> None:
-    """Load, with the victim's positioned reads replaced by a fault."""
+def load_with_fault(path: Path, engine: str, victim: int, fault: str) -> None:
+    """Replace the victim's positioned reads by a fault, and load."""
     if dist.get_rank() == victim:
-        os.preadv = FAULTS[what]
+        os.preadv = FAULTS[fault]
     zerostart.load(path, engine=engine, progress=False)
 
 
@@ -148,26 +148,26 @@ def load_unbuildable(path: Path, engine: str) -> None:
     zerostart.load(path, build, engine=engine, progress=False)
 
 
-def killed(*_: Any) -> int:
+def kill_rank(*_: Any) -> int:
     os.kill(os.getpid(), signal.SIGKILL)
     return 0
 
 
-def failing(*_: Any) -> int:
+def raise_io_error(*_: Any) -> int:
     raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
-def ended(*_: Any) -> int:
+def end_of_file(*_: Any) -> int:
     return 0
 
 
-def exhausted(*_: Any) -> int:
+def raise_memory_error(*_: Any) -> int:
     raise MemoryError("no room")
 
 
 FAULTS: dict[str, Callable[..., int]] = {
-    "kill": killed,
-    "io error": failing,
-    "end of file": ended,
-    "memory": exhausted,
+    "kill": kill_rank,
+    "io error": raise_io_error,
+    "end of file": end_of_file,
+    "memory": raise_memory_error,
 }

@@ -1,4 +1,4 @@
-"""Settings and meshes that an engine or a model cannot serve are refused by name, with the remedy."""
+"""Unsupported settings and meshes are refused by name with a remedy."""
 
 import re
 from pathlib import Path
@@ -13,33 +13,33 @@ from tests.ranks import run_ranks
 from tests.tiny import TinyCheckpoints
 
 
-def zero(**settings: Any) -> dict[str, Any]:
+def zero_config(**settings: Any) -> dict[str, Any]:
     return {"zero_optimization": {"stage": 3, **settings}}
 
 
-def beyond(parameter: Any) -> Shard:
+def shard_missing_dimension(parameter: Any) -> Shard:
     return Shard(7)
 
 
-def uneven(parameter: Any) -> Shard | None:
+def shard_uneven_dimension(parameter: Any) -> Shard | None:
     return Shard(1) if parameter.dim() == 2 else None
 
 
 NVME = {"device": "nvme", "nvme_path": "."}
 Case = tuple[str, dict[str, Any], str]
-#: On 2 ranks. Combinations that an engine refuses for any model are in `tests/contract/combinations.py`.
+#: Cases on 2 ranks; those refused for any model are in `tests/contract/combinations.py`.
 MESHES: list[Case] = [
     ("deepspeed", {"tensor_parallel": 2}, "DeepSpeed does not shard Qwen3MoeForCausalLM over ranks"),
     ("fsdp2", {"tensor_parallel": 2}, "does not divide the 3 of num_attention_heads"),
     ("deepspeed", {"expert_parallel": 2, "zero_stage": 0}, "expert_parallel with zero_stage=0 is not"),
     (
         "deepspeed",
-        {"expert_parallel": 2, "engine_config": zero(zero_hpz_partition_size=2)},
+        {"expert_parallel": 2, "engine_config": zero_config(zero_hpz_partition_size=2)},
         "expert_parallel=2 with zero_hpz_partition_size=2 is not available",
     ),
     (
         "fsdp2",
-        {"expert_parallel": 2, "engine_config": {"shard_placement_fn": beyond}},
+        {"expert_parallel": 2, "engine_config": {"shard_placement_fn": shard_missing_dimension}},
         "for model.embed_tokens.weight, which has 2 dimensions; use Shard(dim) of one of them, or None",
     ),
     *(
@@ -54,14 +54,14 @@ MESHES: list[Case] = [
         )
     ),
 ]
-#: On 3 ranks.
+#: Cases on 3 ranks.
 SETTINGS: list[Case] = [
     *(
         ("fsdp2", {"engine_config": config}, text)
         for config, text in (
             ({"shard_placement_fn": 3}, "engine_config['shard_placement_fn'] is not callable"),
             ({"shard_placement_fn": lambda p: Replicate()}, "returned a Replicate"),
-            ({"shard_placement_fn": uneven}, "evenly along dimensions other than 0"),
+            ({"shard_placement_fn": shard_uneven_dimension}, "evenly along dimensions other than 0"),
             ({"wrap": "Qwen3DecoderLayer"}, "engine_config['wrap']='Qwen3DecoderLayer' is not a list"),
             ({"wrap": ["model.layer.*"]}, "'model.layer.*', but no module"),
             ({"replicate": 0}, "engine_config['replicate']=0 must be a number of replicas"),
@@ -72,7 +72,7 @@ SETTINGS: list[Case] = [
         )
     ),
     *(
-        ("deepspeed", {"engine_config": zero(**settings)}, text)
+        ("deepspeed", {"engine_config": zero_config(**settings)}, text)
         for settings, text in (
             ({"stage": 2}, "asks for ZeRO stage 2, but the load for stage 3"),
             ({"zero_hpz_partition_size": 2}, "zero_hpz_partition_size=2 does not divide the 3 ranks"),
@@ -97,7 +97,7 @@ SETTINGS: list[Case] = [
 @pytest.mark.parametrize(
     ("world_size", "engine", "options", "text"), [*((2, *c) for c in MESHES), *((3, *c) for c in SETTINGS)]
 )
-def test_a_plan_refuses_a_mesh_or_a_setting(
+def test_plan_refuses_meshes_and_settings(
     world_size: int, engine: str, options: dict[str, Any], text: str, checkpoints: TinyCheckpoints
 ) -> None:
     with pytest.raises(zerostart.ZerostartError, match=re.escape(text)):
@@ -112,15 +112,15 @@ def test_a_plan_refuses_a_mesh_or_a_setting(
         ({"zero_quantized_nontrainable_weights": True}, "quantising kernels"),
     ],
 )
-def test_a_load_refuses_what_this_machine_cannot_do(
+def test_load_refuses_features_that_need_kernels(
     settings: dict[str, Any], text: str, checkpoints: TinyCheckpoints
 ) -> None:
     with pytest.raises(zerostart.ZerostartError, match=text):
-        zerostart.load(checkpoints("qwen3_moe"), engine_config=zero(**settings), progress=False)
+        zerostart.load(checkpoints("qwen3_moe"), engine_config=zero_config(**settings), progress=False)
 
 
 @pytest.mark.slow
-def test_loads_refuse_them_on_every_rank(checkpoints: TinyCheckpoints) -> None:
+def test_load_refuses_meshes_on_every_rank(checkpoints: TinyCheckpoints) -> None:
     run_ranks(refuse_all, 2, checkpoints("qwen3_moe"))
 
 
@@ -131,7 +131,7 @@ def refuse_all(path: Path) -> None:
 
 
 @pytest.mark.parametrize("engine", ["deepspeed", "fsdp2"])
-def test_an_expert_plan_without_the_biases(engine: str, checkpoints: TinyCheckpoints) -> None:
+def test_expert_plan_without_biases_is_refused(engine: str, checkpoints: TinyCheckpoints) -> None:
     plan = dict.fromkeys(
         (f"model.layers.*.mlp.experts.{leaf}_proj" for leaf in ("gate_up", "down")), "grouped_gemm"
     )

@@ -1,4 +1,4 @@
-"""Sequences that ranks cannot share are refused in one sentence, before any weight is read, on every rank."""
+"""Unsupported sequence parallelism is refused on all ranks before weights are read."""
 
 import re
 from collections.abc import Callable
@@ -38,7 +38,7 @@ def bert() -> nn.Module:
 
 SLIDING = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}
 LATENT = {"kind": "deepseek_v3", "kv_lora_rank": 8, "q_lora_rank": 8, "first_k_dense_replace": 1}
-#: What is built, the engine, the arguments of the load, and what it says.
+#: (Model, engine, arguments of the load, part of the message).
 CASES: list[tuple[Callable[[], nn.Module], str, dict[str, Any], str]] = [
     (qwen3, "deepspeed", {"sequence_parallel": 4}, "sequence_parallel=4 does not divide the 6 ranks"),
     (
@@ -77,7 +77,7 @@ CASES: list[tuple[Callable[[], nn.Module], str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("model", "engine", "options", "text"), CASES)
-def test_refused_with_the_remedy(
+def test_unsupported_models_are_refused_with_a_remedy(
     model: Callable[[], nn.Module], engine: str, options: dict[str, Any], text: str
 ) -> None:
     with pytest.raises(zerostart.errors.ConfigError, match=re.escape(text)) as caught:
@@ -86,14 +86,14 @@ def test_refused_with_the_remedy(
 
 
 @pytest.mark.slow
-def test_sinks_and_on_every_rank(checkpoints: TinyCheckpoints) -> None:
+def test_refusals_of_sinks_and_on_every_rank(checkpoints: TinyCheckpoints) -> None:
     with pytest.raises(zerostart.errors.ConfigError, match="which has attention sinks"):
         zerostart.plan(checkpoints("gpt_oss"), world_size=2, sequence_parallel=2)
-    for text in run_ranks(refused, 2, checkpoints("qwen3")):
+    for text in run_ranks(load_and_refuse, 2, checkpoints("qwen3")):
         assert "does not divide the 3 of num_attention_heads in Qwen3ForCausalLM" in text
 
 
-def refused(path: Path) -> str:
+def load_and_refuse(path: Path) -> str:
     with pytest.raises(zerostart.errors.ConfigError) as caught:
         zerostart.load(path, sequence_parallel=2, progress=False)
     return str(caught.value)

@@ -1,4 +1,4 @@
-"""Regions of strided copies, against the addresses counted one by one."""
+"""Regions of strided copies, compared with addresses counted one by one."""
 
 from itertools import product
 from math import prod
@@ -18,60 +18,60 @@ from zerostart.geometry import (
 
 @st.composite
 def copies(draw: st.DrawFn) -> tuple[tuple[int, ...], Copy]:
-    """A shape, and a copy that stays inside it."""
+    """Draw a shape, and a copy inside it."""
     shape = tuple(draw(st.lists(st.sampled_from([1, 2, 3, 4, 6, 8]), min_size=1, max_size=4)))
     start = draw(st.integers(0, prod(shape) - 1))
     loops: list[tuple[int, int, int]] = []
-    last, to = start, 1
+    last_address, next_destination = start, 1
     for _ in range(draw(st.integers(0, 3))):
         size, stride = draw(st.integers(2, 8)), draw(st.sampled_from([0, 1, 2, 3, 4, 6, 8, 12, 24]))
-        if last + (size - 1) * stride < prod(shape):
-            last += (size - 1) * stride
-            loops.append((size, stride, to))
-            to *= size
+        if last_address + (size - 1) * stride < prod(shape):
+            last_address += (size - 1) * stride
+            loops.append((size, stride, next_destination))
+            next_destination *= size
     return shape, Copy("x", start, 0, tuple(sorted(loops, key=lambda loop: -loop[1])))
 
 
 def addresses(start: int, to: int, loops: tuple[tuple[int, int, int], ...]) -> dict[int, int]:
-    """Source address by destination."""
-    found: dict[int, int] = {}
+    """Map destinations to source addresses."""
+    sources: dict[int, int] = {}
     for index in product(*(range(size) for size, _, _ in loops)):
-        place = to + sum(i * loop[2] for i, loop in zip(index, loops, strict=True))
-        found[place] = start + sum(i * loop[1] for i, loop in zip(index, loops, strict=True))
-    return found
+        destination = to + sum(i * loop[2] for i, loop in zip(index, loops, strict=True))
+        sources[destination] = start + sum(i * loop[1] for i, loop in zip(index, loops, strict=True))
+    return sources
 
 
-def in_tensor(region: Region) -> dict[int, int]:
-    """Element number in the whole tensor by destination."""
+def element_numbers(region: Region) -> dict[int, int]:
+    """Map destinations to element numbers in the whole tensor."""
     shape = [size for parts in region.factors for size in parts]
-    strides, inside = row_major_strides(shape), row_major_strides(region.box.extent)
-    found = {}
-    for place, local in addresses(region.start, region.to, region.loops).items():
+    strides, box_strides = row_major_strides(shape), row_major_strides(region.box.extent)
+    numbers = {}
+    for destination, address in addresses(region.start, region.to, region.loops).items():
         index = [
-            origin + local // stride % extent
-            for origin, stride, extent in zip(region.box.origin, inside, region.box.extent, strict=True)
+            origin + address // stride % extent
+            for origin, stride, extent in zip(region.box.origin, box_strides, region.box.extent, strict=True)
         ]
         assert all(i < size for i, size in zip(index, shape, strict=True)), "a box leaves the tensor"
-        found[place] = sum(i * stride for i, stride in zip(index, strides, strict=True))
-    return found
+        numbers[destination] = sum(i * stride for i, stride in zip(index, strides, strict=True))
+    return numbers
 
 
 @settings(max_examples=count_examples(200, 15000))
 @given(copies(), st.integers(1, 20))
-def test_regions_address_what_the_copy_does(case: tuple[tuple[int, ...], Copy], limit: int) -> None:
+def test_regions_address_the_copys_elements(case: tuple[tuple[int, ...], Copy], limit: int) -> None:
     shape, copy = case
-    found: dict[int, int] = {}
+    sources: dict[int, int] = {}
     for region in regions(shape, copy):
         for part in split_region(region, limit):
             assert part.box.numel <= limit or not any(stride for _, stride, _ in part.loops)
-            here = in_tensor(part)
-            assert not here.keys() & found.keys(), "two regions write one element"
-            found |= here
-    assert found == addresses(copy.start, copy.to, copy.loops)
+            part_sources = element_numbers(part)
+            assert not part_sources.keys() & sources.keys(), "two regions write one element"
+            sources |= part_sources
+    assert sources == addresses(copy.start, copy.to, copy.loops)
 
 
-def test_a_transposed_run_holds_nothing_that_it_does_not_want() -> None:
-    # Four of sixteen columns of every row, column by column: the dimension is split where the stride asks.
+def test_transposed_run_has_a_minimal_region() -> None:
+    # Four of sixteen columns of every row, column by column: the dimension is split by the stride.
     copy = Copy("x", 4, 0, ((6, 16, 1), (4, 1, 6)))
     (region,) = regions((96,), copy)
     assert region.box.numel == 24

@@ -1,4 +1,4 @@
-"""Real servers on loopback, from the package index: rclone (HTTP, WebDAV) and SeaweedFS (S3)."""
+"""Local servers from the package index: rclone (HTTP, WebDAV) and SeaweedFS (S3)."""
 
 import contextlib
 import os
@@ -18,14 +18,14 @@ BUCKET = "bucket"
 
 
 def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return int(server.getsockname()[1])
 
 
 @contextlib.contextmanager
-def running(command: list[str], ready: str, folder: str) -> Iterator[None]:
-    """``command`` until the block ends; the block begins when something answers at ``ready``."""
+def run_server(command: list[str], ready: str, folder: str) -> Iterator[None]:
+    """Run ``command`` during the context, which begins when ``ready`` answers."""
     with Path(folder, "log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder)
     try:
@@ -50,11 +50,11 @@ def running(command: list[str], ready: str, folder: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def rclone(folder: Path, kind: str, *more: str) -> Iterator[str]:
-    """The address of an rclone that serves ``folder`` by http or webdav, as it is at each moment."""
+def rclone(folder: Path, kind: str, *options: str) -> Iterator[str]:
+    """Serve ``folder`` by http or webdav without caches; yield the address."""
     address = f"127.0.0.1:{free_port()}"
     command = [
-        located("rclone") or "rclone",
+        locate("rclone") or "rclone",
         "serve",
         kind,
         "--addr",
@@ -63,50 +63,50 @@ def rclone(folder: Path, kind: str, *more: str) -> Iterator[str]:
         "0s",
         "--buffer-size",
         "0",
-        *more,
+        *options,
         str(folder),
     ]
-    with tempfile.TemporaryDirectory() as own, running(command, f"http://{address}/", own):
+    with tempfile.TemporaryDirectory() as log_folder, run_server(command, f"http://{address}/", log_folder):
         yield f"http://{address}"
 
 
 @contextlib.contextmanager
 def s3() -> Iterator[str]:
-    """The endpoint of an S3 server with the empty bucket ``BUCKET``."""
+    """Run an S3 server with the empty bucket ``BUCKET``; yield the endpoint."""
     with contextlib.ExitStack() as stack:
-        yield _started(stack)
+        yield _start_seaweed(stack)
 
 
-def _started(stack: contextlib.ExitStack, attempts: int = 3) -> str:
-    """The endpoint of a server that runs until ``stack`` is closed."""
+def _start_seaweed(stack: contextlib.ExitStack, attempts: int = 3) -> str:
+    """Start a server that runs until ``stack`` is closed; return its endpoint."""
     port = free_port()
     endpoint = f"http://127.0.0.1:{port}"
-    own = stack.enter_context(tempfile.TemporaryDirectory())
+    folder = stack.enter_context(tempfile.TemporaryDirectory())
     names = ("master", "volume", "filer")
-    # The ports of its gRPC servers too, which else are these and 10 000 more.
+    # Set the gRPC ports, too, whose defaults are these plus 10 000.
     ports = [f"-{name}.port={free_port()}" for name in names]
     ports += [f"-{name}.port.grpc={free_port()}" for name in (*names, "s3")]
-    command = [located("weed") or "weed", "server", f"-dir={own}", "-ip=127.0.0.1", "-s3", f"-s3.port={port}"]
-    # Two servers of its that nobody asks have ports of their own, which are always the same.
-    command += [*ports, "-s3.port.iceberg=0", "-s3.port.lance=0"]
+    command = [locate("weed") or "weed", "server", f"-dir={folder}", "-ip=127.0.0.1"]
+    # Disable two servers with fixed ports.
+    command += ["-s3", f"-s3.port={port}", *ports, "-s3.port.iceberg=0", "-s3.port.lance=0"]
     command += ["-volume.max=8", "-master.volumeSizeLimitMB=1024"]
     try:
-        stack.enter_context(running(command, endpoint, own))
+        stack.enter_context(run_server(command, endpoint, folder))
     except AssertionError:
         if attempts == 1:
             raise
-        return _started(stack, attempts - 1)  # another program may have taken one of the ports
+        return _start_seaweed(stack, attempts - 1)  # another program may have taken one of the ports
     for _ in range(100):
         with contextlib.suppress(OSError):
             request = urllib.request.Request(f"{endpoint}/{BUCKET}", method="PUT")
             urllib.request.urlopen(request, timeout=5).close()
             return endpoint
         time.sleep(0.2)
-    raise AssertionError("the server makes no bucket: " + Path(own, "log").read_text()[-2000:])
+    raise AssertionError("the server makes no bucket: " + Path(folder, "log").read_text()[-2000:])
 
 
 def environment(endpoint: str) -> dict[str, str]:
-    """What a user of an endpoint of one's own sets."""
+    """Environment variables for a custom S3 endpoint."""
     return {
         "AWS_ENDPOINT_URL": endpoint,
         "AWS_ACCESS_KEY_ID": "any",
@@ -116,7 +116,7 @@ def environment(endpoint: str) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def environed(values: dict[str, str]) -> Iterator[None]:
+def set_environment(values: dict[str, str]) -> Iterator[None]:
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -141,24 +141,24 @@ def store(endpoint: str) -> Any:
 
 
 def upload(folder: Path, endpoint: str, prefix: str) -> None:
-    """Make what is below ``prefix`` what is in ``folder``."""
+    """Make the objects below ``prefix`` equal the files in ``folder``."""
     bucket = store(endpoint)
-    here = {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
+    names = {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
     for batch in bucket.list(prefix):
-        for one in batch:
-            if one["path"].removeprefix(f"{prefix}/") not in here:
-                bucket.delete(one["path"])
-    for name in here:
+        for entry in batch:
+            if entry["path"].removeprefix(f"{prefix}/") not in names:
+                bucket.delete(entry["path"])
+    for name in names:
         bucket.put(f"{prefix}/{name}", folder / name)
 
 
 def has(command: str) -> bool:
-    return located(command) is not None
+    return locate(command) is not None
 
 
-def located(command: str) -> str | None:
-    """The path of a command, looked for in this environment first, which need not be activated."""
+def locate(command: str) -> str | None:
+    """Find a command, first in this environment, which may not be activated."""
     return shutil.which(command, path=str(Path(sys.executable).parent)) or shutil.which(command)
 
 
-Named = Callable[[str], str]
+UrlOf = Callable[[str], str]

@@ -1,4 +1,4 @@
-"""Stores that do not answer, answer slowly, or have rules of their own for tags, by a small server."""
+"""Stores that do not answer, answer slowly, or follow unusual rules for tags."""
 
 import re
 import time
@@ -18,7 +18,7 @@ from zerostart.testing.ranks import Net, save
 
 
 class Server(ThreadingHTTPServer):
-    """Serves one file; ``how`` says how a request with such a Range is answered."""
+    """Serve one file; ``behaviour`` maps a Range header to the kind of answer."""
 
     daemon_threads = True
     request_queue_size = 64
@@ -26,9 +26,9 @@ class Server(ThreadingHTTPServer):
     def __init__(self, file: Path) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.file, self.tag = file, '"one"'
-        self.how: Callable[[str], str] = lambda wanted: "whole"
-        self.over = Event()
-        self.asked: list[tuple[str, str]] = []  #: method, and what If-Match says
+        self.behaviour: Callable[[str], str] = lambda span: "whole"
+        self.closing = Event()
+        self.requests: list[tuple[str, str]] = []  #: (method, If-Match header)
 
     @property
     def address(self) -> str:
@@ -49,25 +49,25 @@ class Handler(BaseHTTPRequestHandler):
         self.answer()
 
     def answer(self) -> None:
-        server, wanted = self.server, self.headers.get("If-Match", "")
-        server.asked.append((self.command, wanted))
-        how = server.how(self.headers.get("Range", ""))
-        if how == "mute":
-            server.over.wait(60)
+        server, expected_tag = self.server, self.headers.get("If-Match", "")
+        server.requests.append((self.command, expected_tag))
+        behaviour = server.behaviour(self.headers.get("Range", ""))
+        if behaviour == "mute":
+            server.closing.wait(60)
             self.close_connection = True
             return
         data = server.file.read_bytes() if self.path == f"/{server.file.name}" else b""
         status = 404 if not data else 200
-        if how == "refused":
+        if behaviour == "refused":
             status = 503
-        # By its letters, as it was given.
-        elif wanted and wanted != server.tag:
+        # Compare the tag literally.
+        elif expected_tag and expected_tag != server.tag:
             status = 412
         self.send_response(206 if status == 200 and "Range" in self.headers else status)
         if status != 200:
             data = b""
-        elif found := re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", "")):
-            first, last = int(found[1]), min(int(found[2]), len(data) - 1)
+        elif match := re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", "")):
+            first, last = int(match[1]), min(int(match[2]), len(data) - 1)
             self.send_header("Content-Range", f"bytes {first}-{last}/{len(data)}")
             data = data[first : last + 1]
         self.send_header("ETag", server.tag)
@@ -76,9 +76,9 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command == "HEAD":
             return
-        self.wfile.write(data[: len(data) // 2] if how == "half" else data)
-        if how == "half":
-            server.over.wait(60)
+        self.wfile.write(data[: len(data) // 2] if behaviour == "half" else data)
+        if behaviour == "half":
+            server.closing.wait(60)
             self.close_connection = True
 
 
@@ -86,17 +86,17 @@ class Handler(BaseHTTPRequestHandler):
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     save(tmp_path / "model.safetensors")
-    with Server(tmp_path / "model.safetensors") as made:
-        thread = Thread(target=made.serve_forever)
+    with Server(tmp_path / "model.safetensors") as server_object:
+        thread = Thread(target=server_object.serve_forever)
         thread.start()
-        yield made
-        made.over.set()
-        made.shutdown()
+        yield server_object
+        server_object.closing.set()
+        server_object.shutdown()
         thread.join()
 
 
 @pytest.fixture
-def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(object_store, "READ_TIMEOUT_S", 0.5)
     monkeypatch.setattr(object_store, "RETRIES", 1)
     object_store._opened.cache_clear()
@@ -110,21 +110,21 @@ def content(storage: Storage) -> tuple[bytes, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("hasty")
-@pytest.mark.parametrize("how", ["mute", "half"])
-def test_a_store_that_stands_still_is_an_error(server: Server, how: str) -> None:
+@pytest.mark.usefixtures("short_timeouts")
+@pytest.mark.parametrize("behaviour", ["mute", "half"])
+def test_stalled_store_is_an_error(server: Server, behaviour: str) -> None:
     url = f"{server.address}/model.safetensors"
-    storage, begun = open_catalog(url).storage, time.monotonic()
-    server.how = lambda wanted: how
+    storage, started = open_catalog(url).storage, time.monotonic()
+    server.behaviour = lambda span: behaviour
     with pytest.raises(ReadError, match=re.escape(f"reading {storage.sizes[0]} bytes of {url} at offset 0")):
         content(storage)
-    assert 0.4 < time.monotonic() - begun < 10
+    assert 0.4 < time.monotonic() - started < 10
 
 
 @pytest.mark.slow
-def test_a_store_that_falls_silent_is_one_error_on_all_ranks(server: Server) -> None:
-    # The header comes, and what is asked for then does not.
-    server.how = lambda wanted: "whole" if not wanted or wanted.startswith("bytes=0-") else "mute"
+def test_stalled_store_is_one_error_on_all_ranks(server: Server) -> None:
+    # The header is answered, later reads are not.
+    server.behaviour = lambda span: "whole" if not span or span.startswith("bytes=0-") else "mute"
     outcomes = rank_outcomes(load, 2, f"{server.address}/model.safetensors", timeout=60)
     assert {outcome.error for outcome in outcomes} == {"zerostart.errors.ReadError"}, outcomes
     assert len({outcome.message for outcome in outcomes}) == 1

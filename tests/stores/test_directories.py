@@ -1,4 +1,4 @@
-"""A URL of a directory is a source as a local directory is, and faults of a store are lived with or told."""
+"""URLs of directories are sources like local directories; faults are retried or raised."""
 
 import itertools
 import os
@@ -25,13 +25,13 @@ from zerostart.testing.ranks import Net, save
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+def empty_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of transformers in several shards, with an index and a file of code."""
+    """A transformers model in several shards, with an index and a tokenizer."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     folder = tmp_path_factory.mktemp("served") / "some model"
@@ -46,28 +46,28 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=["http", pytest.param("webdav", marks=pytest.mark.slow)])
 def url(model: Path, request: pytest.FixtureRequest) -> Iterator[str]:
-    """By names where the server has no lists, and by a list."""
+    """Address of the model, on a server without listing or with it."""
     with servers.rclone(model.parent, request.param) as address:
         yield f"{address}/some%20model"
 
 
 @pytest.mark.slow
-def test_it_is_what_the_local_directory_is(url: str, model: Path) -> None:
+def test_catalog_equals_that_of_the_local_directory(url: str, model: Path) -> None:
     catalog, local = open_catalog(url), open_catalog(model)
     assert catalog.tensors == local.tensors
     assert [Path(file).name for file in catalog.files] == [Path(file).name for file in local.files]
     assert Path(catalog.root, "config.json").read_bytes() == (model / "config.json").read_bytes()
     assert Path(catalog.root, "tokenizer.json").exists()
     assert zerostart.diff(url, model).same
-    # One of its files, too, with the configuration beside it.
-    one = open_catalog(f"{url}/{Path(local.files[0]).name}")
-    assert len(one.files) == 1
-    assert Path(one.root, "config.json").exists()
+    # A single file is a source, too, with the configuration next to it.
+    single_file = open_catalog(f"{url}/{Path(local.files[0]).name}")
+    assert len(single_file.files) == 1
+    assert Path(single_file.root, "config.json").exists()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_load_is_that_of_the_local_directory(url: str, model: Path, world_size: int) -> None:
+def test_load_equals_that_of_the_local_directory(url: str, model: Path, world_size: int) -> None:
     expected = run_ranks(digests, 1, str(model))[0]
     assert run_ranks(digests, world_size, url) == [expected] * world_size
 
@@ -80,14 +80,14 @@ def digests(source: str) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_a_saved_directory_is_verified_where_it_lies(model: Path, tmp_path: Path) -> None:
+def test_saved_directory_is_verified_by_url(model: Path, tmp_path: Path) -> None:
     saved = tmp_path / "saved"
     run_ranks(resave, 1, str(model), str(saved))
     with servers.rclone(tmp_path, "http") as address:
         assert zerostart.verify(f"{address}/saved") == zerostart.verify(saved)
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as exit_info:
             main(["verify", f"{address}/saved"])
-        assert not ended.value.code
+        assert not exit_info.value.code
         file = next(saved.glob("*.safetensors"))
         file.write_bytes(file.read_bytes()[:-1] + b"x")
         with pytest.raises(VerifyError, match=r"tensor .* has other contents"):
@@ -99,23 +99,23 @@ def resave(source: str, out: str) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_not_there_is_told(url: str) -> None:
+def test_missing_directories_are_errors(url: str) -> None:
     with pytest.raises(CheckpointNotFoundError, match="no directory of that name"):
         open_catalog(f"{url}/absent")
     with pytest.raises(CheckpointNotFoundError, match="this needs files of this machine"):
         zerostart.load_pipeline(url)
 
 
-def test_a_url_that_has_lost_a_slash_is_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_url_without_a_slash_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for lost in (Path("s3://bucket/x"), "s3:/bucket/x"):
+    for url in (Path("s3://bucket/x"), "s3:/bucket/x"):
         for call in (
             open_catalog,
             zerostart.verify,
             lambda path: zerostart.save(torch.nn.Linear(1, 1), path),
         ):
             with pytest.raises(ConfigError, match=r"give the text 's3://bucket/x'"):
-                call(lost)
+                call(url)
     with pytest.raises(ConfigError, match="https://NAME"):
         open_catalog("https://")
     assert not any(tmp_path.iterdir())
@@ -125,7 +125,7 @@ def test_a_url_that_has_lost_a_slash_is_no_directory(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.slow
-def test_a_name_and_password_of_a_url_are_sent_and_never_told(tmp_path: Path) -> None:
+def test_credentials_in_a_url_are_sent_and_not_printed(tmp_path: Path) -> None:
     save(tmp_path / "model.safetensors")
     with servers.rclone(tmp_path, "webdav", "--user", "me", "--pass", "se cret") as address:
         server = address.removeprefix("http://")
@@ -133,12 +133,12 @@ def test_a_name_and_password_of_a_url_are_sent_and_never_told(tmp_path: Path) ->
         with pytest.raises(ReadError, match="give credentials") as caught:
             open_catalog(f"http://me:wrong@{server}/model.safetensors")
         assert "wrong" not in str(caught.value)
-    asked: tuple[tuple[str, type[Exception]], ...] = (
+    cases: tuple[tuple[str, type[Exception]], ...] = (
         (f"http://me:wrong@{server}", ReadError),
         ("s3://me:wrong@bucket/x", ConfigError),
         ("htps://me:wrong@server/x", ConfigError),
     )
-    for url, error in asked:
+    for url, error in cases:
         with pytest.raises(error) as caught:
             open_catalog(url)
         assert "wrong" not in str(caught.value)
@@ -149,9 +149,9 @@ def store(tmp_path: Path) -> Iterator[proxy.Proxy]:
     save(tmp_path / "model.safetensors")
     with (
         servers.rclone(tmp_path, "webdav") as address,
-        proxy.before(proxy.Proxy(address)) as made,
+        proxy.serve_proxy(proxy.Proxy(address)) as proxy_server,
     ):
-        yield made
+        yield proxy_server
 
 
 def content(address: str) -> bytes:
@@ -164,8 +164,8 @@ def content(address: str) -> bytes:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", [429, 500, 503, "reset", "short"])
-def test_faults_that_pass_are_outlived(store: proxy.Proxy, tmp_path: Path, fault: proxy.Fault) -> None:
-    """Each range is refused, or breaks off, twice."""
+def test_temporary_faults_are_retried(store: proxy.Proxy, tmp_path: Path, fault: proxy.Fault) -> None:
+    """Each range is refused or broken off twice."""
     ranges = itertools.count()
     store.fault = lambda method, path, number: fault if method == "GET" and next(ranges) % 3 else None
     assert content(store.address) == (tmp_path / "model.safetensors").read_bytes()
@@ -176,45 +176,43 @@ def test_faults_that_pass_are_outlived(store: proxy.Proxy, tmp_path: Path, fault
     ("status", "words"),
     [(416, "416"), (403, "give credentials"), (400, "400")],
 )
-def test_faults_that_stay_are_told_at_once(store: proxy.Proxy, status: int, words: str) -> None:
+def test_permanent_faults_are_raised_at_once(store: proxy.Proxy, status: int, words: str) -> None:
     catalog = open_catalog(f"{store.address}/model.safetensors")
-    before = len(store.asked)
+    count = len(store.requests)
     store.fault = lambda method, path, number: status
-    told = rf"model\.safetensors at offset 7 failed: .*{words}"
-    with pytest.raises(ReadError, match=told), catalog.storage.reader() as reader:
+    message = rf"model\.safetensors at offset 7 failed: .*{words}"
+    with pytest.raises(ReadError, match=message), catalog.storage.reader() as reader:
         reader.read(0, 7, [memoryview(bytearray(9))])
-    assert len(store.asked) == before + 1
+    assert len(store.requests) == count + 1
 
 
 @pytest.mark.slow
-def test_a_change_in_the_middle_of_a_load_is_one_error_on_all_ranks(
-    store: proxy.Proxy, tmp_path: Path
-) -> None:
-    """The object is replaced, with one as long, after its header was read."""
+def test_change_during_a_load_is_one_error_on_all_ranks(store: proxy.Proxy, tmp_path: Path) -> None:
+    """Replace the object by one of equal size after its header was read."""
     data = tmp_path / "model.safetensors"
     before = data.read_bytes()
 
     def replace(method: str, path: str, number: int) -> None:
-        # The header takes two ranges; from the next one on, or two at once, it is another object.
-        if sum(asked == "GET" for asked, _ in store.asked) > 2 and data.read_bytes() == before:
+        # The header takes two ranges; replace the object before the next ones.
+        if sum(verb == "GET" for verb, _ in store.requests) > 2 and data.read_bytes() == before:
             new = tmp_path / "new"
             new.write_bytes(before[:-1] + b"x")
             os.utime(new, (1, 1))
             new.replace(data)
 
     store.fault = replace
-    told = run_ranks(failing, 2, f"{store.address}/model.safetensors")
-    assert told[0] == told[1]
-    assert "model.safetensors was changed since the checkpoint was opened" in told[0]
+    messages = run_ranks(load_changed, 2, f"{store.address}/model.safetensors")
+    assert messages[0] == messages[1]
+    assert "model.safetensors was changed since the checkpoint was opened" in messages[0]
 
 
-def failing(source: str) -> str:
+def load_changed(source: str) -> str:
     with pytest.raises(ReadError) as caught:
         zerostart.load(source, model=Net, engine="fsdp2", progress=False)
     return str(caught.value)
 
 
-def test_a_library_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "obstore", None)
     with pytest.raises(ConfigError, match=r"pip install 'zerostart\[stores\]'"):
         open_catalog("gs://nobody-has-been-here/model")
@@ -235,6 +233,6 @@ def test_no_error_repeats_a_secret(url: str, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(object_store, "RETRIES", 0)
     for call in (open_catalog, zerostart.verify, StoreDirectory.at):
-        with pytest.raises(ZerostartError) as raised:
+        with pytest.raises(ZerostartError) as caught:
             call(url)
-        assert "SECRET" not in str(raised.value)
+        assert "SECRET" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""No text that anybody may read repeats a password, a signature or a token: each is a canary here."""
+"""Messages and logs never contain passwords, signatures or tokens."""
 
 import http.server
 import logging
@@ -21,25 +21,25 @@ from zerostart.refit.wire import Server
 from zerostart.state.saving.hub import push
 from zerostart.training.config.configuration import ModelConfig
 
-#: A password, its form in a header (base64 of ``me:PASSCANARY``), a signature and tokens.
+#: Secrets to search for: a password, its base64 form in a header, a signature and tokens.
 CANARIES = ("PASSCANARY", "bWU6UEFTU0NBTkFSWQ", "SIGNCANARY", "SESSIONCANARY", "hf_HUBCANARY")
 
 
 class Echo(http.server.BaseHTTPRequestHandler):
-    """Refuses every request and repeats it, in the body and in the hub's header for messages."""
+    """Refuse every request and repeat it in the body and the message header."""
 
-    status, elsewhere = 500, ""
-    asked: ClassVar[list[str]] = []
+    status, location = 500, ""
+    requests: ClassVar[list[str]] = []
 
     def answer(self) -> None:
-        Echo.asked.append(self.path)
+        Echo.requests.append(self.path)
         body = f"{self.requestline}\n{self.headers}".encode()
         body = b"<Error><Code>NotNow</Code><Message>" + body + b"</Message></Error>"
         self.send_response(Echo.status)
         self.send_header("X-Error-Message", f"{self.path} {self.headers.get('authorization')}")
         self.send_header("Content-Length", str(len(body)))
-        if Echo.elsewhere:
-            self.send_header("Location", Echo.elsewhere)
+        if Echo.location:
+            self.send_header("Location", Echo.location)
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)
@@ -53,23 +53,23 @@ class Echo(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setattr(object_store, "RETRIES", 0)
-    monkeypatch.setattr(Echo, "asked", [])
+    monkeypatch.setattr(Echo, "requests", [])
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Echo) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"127.0.0.1:{server.server_address[1]}"
         server.shutdown()
 
 
-def told(error: BaseException) -> str:
+def full_text(error: BaseException) -> str:
     return f"{error} {error!r} {''.join(traceback.format_exception(error))}"
 
 
-def check(text: str) -> None:
+def check_no_secrets(text: str) -> None:
     assert not [canary for canary in CANARIES if canary.lower() in text.lower()], text
 
 
 @pytest.mark.parametrize("status", [400, 403, 404, 409, 412, 500])
-def test_a_store_that_repeats_the_request(
+def test_stores_that_repeat_the_request(
     address: str, status: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(Echo, "status", status)
@@ -84,19 +84,19 @@ def test_a_store_that_repeats_the_request(
         lambda: open_catalog("s3://bucket/model.safetensors"),
         lambda: StoreDirectory.at("s3://bucket/model").put("a.json", b"{}"),
     ):
-        with pytest.raises(ZerostartError) as refused:
+        with pytest.raises(ZerostartError) as caught:
             call()
-        check(told(refused.value))
-    check(caplog.text)
+        check_no_secrets(full_text(caught.value))
+    check_no_secrets(caplog.text)
 
 
-def test_why_a_store_refuses_is_told(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reason_of_a_refusal_is_reported(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Echo, "status", 403)
     with pytest.raises(ReadError, match=r"403 Forbidden: NotNow; give credentials"):
-        open_catalog(f"http://{address}/model.safetensors?signature=any")  # asked by GET
+        open_catalog(f"http://{address}/model.safetensors?signature=any")  # the reason is read by GET
 
 
-def test_a_hub_that_repeats_the_request(address: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+def test_hub_that_repeats_the_request(address: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     from huggingface_hub import constants
 
     monkeypatch.setattr(Echo, "status", 403)
@@ -108,33 +108,33 @@ def test_a_hub_that_repeats_the_request(address: str, monkeypatch: pytest.Monkey
         lambda: download("some/model"),
         lambda: push(tmp_path, "some/model", "", current_world()),
     ):
-        with pytest.raises(ZerostartError) as refused:
+        with pytest.raises(ZerostartError) as caught:
             call()
-        check(told(refused.value))
-    assert Echo.asked
+        check_no_secrets(full_text(caught.value))
+    assert Echo.requests
 
 
-def test_an_inference_server_that_repeats_the_request(address: str) -> None:
-    with pytest.raises(PeerError) as refused:
-        Server(f"http://{address}").call("x?token=" + CANARIES[2])  # no part of a traceback's lines
-    check(told(refused.value))
+def test_inference_server_that_repeats_the_request(address: str) -> None:
+    with pytest.raises(PeerError) as caught:
+        Server(f"http://{address}").call("x?token=" + CANARIES[2])  # not in the source line
+    check_no_secrets(full_text(caught.value))
 
 
-def test_no_redirect_of_an_inference_server_is_followed(
+def test_redirects_of_inference_servers_are_not_followed(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Echo, "status", 302)
-    monkeypatch.setattr(Echo, "elsewhere", f"http://{address}/elsewhere")
+    monkeypatch.setattr(Echo, "location", f"http://{address}/elsewhere")
     for body in (None, {}):
         with pytest.raises(PeerError, match="answers 302"):
-            Server(f"http://{address}").call("asked", body)
-    assert Echo.asked == ["/asked", "/asked"]
+            Server(f"http://{address}").call("path", body)
+    assert Echo.requests == ["/path", "/path"]
 
 
-def test_settings_and_logs(caplog: pytest.LogCaptureFixture) -> None:
+def test_representations_and_logs(caplog: pytest.LogCaptureFixture) -> None:
     url = "https://me:PASSCANARY@server/model?sig=SIGNCANARY"
-    check(f"{Request(source=url)!r} {PipelineRequest(source=url)!r} {ModelConfig(source=url)!r}")
+    check_no_secrets(f"{Request(source=url)!r} {PipelineRequest(source=url)!r} {ModelConfig(source=url)!r}")
     assert "https://server/model" in repr(Request(source=url))
     logging.getLogger("zerostart").warning("%s: tried again", url)
-    check(caplog.text)
-    check(told(ZerostartError(f"{url}: no")))
+    check_no_secrets(caplog.text)
+    check_no_secrets(full_text(ZerostartError(f"{url}: no")))

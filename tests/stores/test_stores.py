@@ -1,4 +1,4 @@
-"""Stores behind URLs pass what storages have to pass, by real servers of this machine."""
+"""Stores behind URLs pass the conformance suite with local servers."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,10 +12,10 @@ from zerostart.testing import StorageConformance
 
 @pytest.mark.slow
 class TestWeb(StorageConformance):
-    """A web server without lists and without ETags."""
+    """A web server without listing and ETags."""
 
     @contextmanager
-    def served(self, folder: Path) -> Iterator[servers.Named]:
+    def served(self, folder: Path) -> Iterator[servers.UrlOf]:
         with servers.rclone(folder, "http") as address:
             yield lambda name: f"{address}/{name}"
 
@@ -23,7 +23,7 @@ class TestWeb(StorageConformance):
 @pytest.mark.slow
 class TestWebDAV(StorageConformance):
     @contextmanager
-    def served(self, folder: Path) -> Iterator[servers.Named]:
+    def served(self, folder: Path) -> Iterator[servers.UrlOf]:
         with servers.rclone(folder, "webdav") as address:
             yield lambda name: f"{address}/{name}"
 
@@ -39,8 +39,8 @@ class TestSeaweed(StorageConformance):
             yield
 
     @contextmanager
-    def served(self, folder: Path) -> Iterator[servers.Named]:
-        with servers.environed(servers.environment(self.endpoint)):
+    def served(self, folder: Path) -> Iterator[servers.UrlOf]:
+        with servers.set_environment(servers.environment(self.endpoint)):
             self.follow(folder)
             yield lambda name: f"s3://{servers.BUCKET}/some/model/{name}"
 

@@ -1,4 +1,4 @@
-"""Layouts against what the engines' own definitions give: padded equal runs, and ``torch.chunk``."""
+"""Layouts equal the engines' definitions: padded equal runs, and ``torch.chunk``."""
 
 from math import prod
 
@@ -11,8 +11,8 @@ from zerostart.geometry.layout import Layout, dimension_shard, flat_partition, r
 shapes = st.lists(st.integers(1, 7), min_size=0, max_size=3)
 
 
-def placed(layout: Layout, numbers: torch.Tensor) -> torch.Tensor:
-    """The rank's storage, filled from element numbers; -1 is padding."""
+def fill_storage(layout: Layout, numbers: torch.Tensor) -> torch.Tensor:
+    """Fill the rank's storage from element numbers; -1 is padding."""
     out = torch.full((layout.numel,), -1)
     flat = numbers.reshape(-1)
     for first, count, to in layout.runs():
@@ -21,14 +21,14 @@ def placed(layout: Layout, numbers: torch.Tensor) -> torch.Tensor:
 
 
 @given(shapes, st.integers(1, 6))
-def test_flat_partition_is_the_padded_order_cut_into_equal_runs(shape: list[int], world: int) -> None:
+def test_flat_partition_cuts_the_padded_order_into_equal_runs(shape: list[int], world: int) -> None:
     numbers = torch.arange(prod(shape)).view(shape)
     size = -(-numbers.numel() // world)
     padded = torch.cat([numbers.reshape(-1), torch.full((size * world - numbers.numel(),), -1)])
-    for rank, want in enumerate(padded.split(size)):
+    for rank, expected in enumerate(padded.split(size)):
         layout = flat_partition(shape, rank, world)
-        assert torch.equal(placed(layout, numbers), want)
-        assert layout.owned == int((want >= 0).sum())
+        assert torch.equal(fill_storage(layout, numbers), expected)
+        assert layout.owned == int((expected >= 0).sum())
 
 
 @given(st.lists(st.integers(1, 7), min_size=1, max_size=3), st.integers(1, 6))
@@ -36,14 +36,14 @@ def test_dimension_shard_is_torch_chunk(shape: list[int], world: int) -> None:
     numbers = torch.arange(prod(shape)).view(shape)
     chunks = list(numbers.chunk(world))
     chunks += [numbers[:0]] * (world - len(chunks))
-    for rank, want in enumerate(chunks):
+    for rank, expected in enumerate(chunks):
         layout = dimension_shard(shape, 0, rank, world)
-        assert torch.equal(placed(layout, numbers)[: layout.owned], want.reshape(-1))
-        assert layout.owned == want.numel()
+        assert torch.equal(fill_storage(layout, numbers)[: layout.owned], expected.reshape(-1))
+        assert layout.owned == expected.numel()
         assert layout.numel == chunks[0].numel()
 
 
 @given(shapes)
-def test_replicated_is_everything(shape: list[int]) -> None:
+def test_replicated_holds_everything(shape: list[int]) -> None:
     numbers = torch.arange(prod(shape)).view(shape)
-    assert torch.equal(placed(replicated(shape), numbers), numbers.reshape(-1))
+    assert torch.equal(fill_storage(replicated(shape), numbers), numbers.reshape(-1))
