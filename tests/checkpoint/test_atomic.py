@@ -89,7 +89,7 @@ def value_of_config(path: Path, kind: str) -> float:
     ],
 )
 @pytest.mark.parametrize("change", CHANGE_PARAMS)
-def test_killed_at_any_call(
+def test_kill_at_any_call_leaves_a_whole_save(
     change: str,
     has_earlier: bool,
     tmp_path: Path,
@@ -132,7 +132,7 @@ def test_killed_at_any_call(
     ids=errno.errorcode.get,
 )
 @pytest.mark.parametrize("change", CHANGE_PARAMS)
-def test_failing_at_any_call(
+def test_failure_at_any_call_leaves_a_whole_save(
     change: str, number: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kind, size, new_size = CHANGES[change]

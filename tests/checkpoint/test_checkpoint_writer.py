@@ -100,7 +100,7 @@ def test_impossible_directory_is_an_error(tmp_path: Path) -> None:
             CheckpointWriter(folder, plan_shards(TENSORS)).create()
 
 
-def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def raise_no_space(*_: object) -> int:
         raise OSError(28, "No space left on device")
 

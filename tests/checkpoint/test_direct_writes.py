@@ -73,7 +73,6 @@ LAYOUTS: dict[str, LayoutFactory] = {
 @pytest.mark.parametrize("cut", LAYOUTS)
 @pytest.mark.parametrize("chunk", [5 * PAGE * 64, 8 << 20])
 def test_writes_share_no_page(cut: str, chunk: int, tmp_path: Path, writes: Writes) -> None:
-    """Direct and cached writes of three ranks share no page."""
     tensors = random_tensors()
     files = plan_shards(entries_of(tensors))
     with CheckpointWriter(tmp_path, files) as writer:
@@ -87,11 +86,13 @@ def test_writes_share_no_page(cut: str, chunk: int, tmp_path: Path, writes: Writ
     saved = load_file(tmp_path / "model.safetensors")
     for name, tensor in tensors.items():
         assert torch.equal(saved[name].view(torch.int16), tensor.view(torch.int16)), name
-    direct = {page for past, at, n in writes if past for page in range(at // PAGE, (at + n) // PAGE)}
-    cached = {page for past, at, n in writes if not past for page in range(at // PAGE, -(-(at + n) // PAGE))}
-    assert all(at % PAGE == n % PAGE == 0 for past, at, n in writes if past)
-    assert not direct & cached
-    assert bool(direct) == (cut != "columns")
+    uncached = {page for direct, at, n in writes if direct for page in range(at // PAGE, (at + n) // PAGE)}
+    cached = {
+        page for direct, at, n in writes if not direct for page in range(at // PAGE, -(-(at + n) // PAGE))
+    }
+    assert all(at % PAGE == n % PAGE == 0 for direct, at, n in writes if direct)
+    assert not uncached & cached
+    assert bool(uncached) == (cut != "columns")
 
 
 @pytest.mark.parametrize("refusing_call", ["open", "write"])

@@ -35,7 +35,7 @@ def save_index(folder: Path, shards: dict[str, Any] = SHARDS, stem: str = "model
     return index
 
 
-def test_a_single_file(tmp_path: Path) -> None:
+def test_single_file_is_opened(tmp_path: Path) -> None:
     path = save(tmp_path / "anything.safetensors", "b", "a")
     catalog = open_catalog(path)
     assert catalog == open_catalog(str(path))
@@ -50,13 +50,13 @@ def test_a_single_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["model", "diffusion_pytorch_model", "adapter_model", "odd"])
-def test_a_directory_with_one_file(name: str, tmp_path: Path) -> None:
+def test_directory_with_one_file_is_opened(name: str, tmp_path: Path) -> None:
     path = save(tmp_path / f"{name}.safetensors", "a")
     assert open_catalog(tmp_path).files == (str(path),)
 
 
 @pytest.mark.parametrize("stem", ["model", "diffusion_pytorch_model", "odd"])
-def test_a_directory_with_an_index(stem: str, tmp_path: Path) -> None:
+def test_directory_with_an_index_is_opened(stem: str, tmp_path: Path) -> None:
     index = save_index(tmp_path, stem=stem)
     catalog = open_catalog(tmp_path)
     assert catalog == open_catalog(index)
@@ -74,7 +74,7 @@ def test_standard_names_take_precedence(tmp_path: Path) -> None:
     assert list(open_catalog(tmp_path).tensors) == ["y"]
 
 
-def test_a_relative_path_and_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relative_and_home_paths_are_resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path / "here" / "model.safetensors", "a")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -91,7 +91,7 @@ def test_missing_sources_are_errors(tmp_path: Path) -> None:
         assert name in str(caught.value)
 
 
-def test_a_missing_shard_is_named_with_its_index(tmp_path: Path) -> None:
+def test_missing_shard_is_named_with_its_index(tmp_path: Path) -> None:
     save_index(tmp_path)
     (tmp_path / "model-00002-of-00003.safetensors").unlink()
     with pytest.raises(CheckpointNotFoundError) as caught:
@@ -168,7 +168,7 @@ def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return snapshot
 
 
-def test_a_hub_id_in_the_local_cache(hub_cache: Path) -> None:
+def test_cached_hub_id_is_opened(hub_cache: Path) -> None:
     catalog = open_catalog("someone/tiny")
     assert list(catalog.tensors) == ["a", "b", "c", "d", "e"]
     assert catalog.root == str(hub_cache)

@@ -101,10 +101,10 @@ def test_foreign_files_keep_their_identity(tmp_path: Path) -> None:
     path.chmod(0o2775)
 
     def snapshot() -> dict[str, tuple[int, ...]]:
-        own = {"config.json", "tokenizer.json", "zerostart.json"}
+        ours = {"config.json", "tokenizer.json", "zerostart.json"}
         files = {}
         for entry in path.rglob("*"):
-            if entry.name not in own and not (entry.name.startswith("model") and entry.stat().st_size > 100):
+            if entry.name not in ours and not (entry.name.startswith("model") and entry.stat().st_size > 100):
                 status = entry.lstat()
                 files[str(entry.relative_to(path))] = (status.st_ino, status.st_mode, status.st_mtime_ns)
         return files

@@ -59,7 +59,7 @@ def test_single_component_needs_no_class(folder: Path, tmp_path: Path) -> None:
         (diffusers.FluxTransformer2DModel, ["no model of class FluxTransformer2DModel", "vae (Auto"]),
     ],
 )
-def test_an_unclear_choice_names_the_components(folder: Path, model: type | None, words: list[str]) -> None:
+def test_unclear_choice_names_the_components(folder: Path, model: type | None, words: list[str]) -> None:
     with pytest.raises(CheckpointError) as caught:
         zerostart.load(folder, model=model, engine="fsdp2", progress=False)
     for word in (*words, str(folder / "transformer")):

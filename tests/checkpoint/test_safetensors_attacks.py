@@ -147,7 +147,7 @@ def test_file_shorter_than_its_length_field_is_refused(size: int, tmp_path: Path
 
 
 @pytest.mark.parametrize("length", [2**60, 2**64 - 1, 2**63, 100_000_001])
-def test_an_enormous_header_is_refused_without_allocating(length: int, tmp_path: Path) -> None:
+def test_enormous_header_is_refused_without_allocating(length: int, tmp_path: Path) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     started = time.process_time()
     assert str(length) in error_of(tmp_path, length.to_bytes(8, "little") + b"{}" * 50)
@@ -155,7 +155,7 @@ def test_an_enormous_header_is_refused_without_allocating(length: int, tmp_path:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 10_000  # KiB
 
 
-def test_a_truncated_file_names_sizes_tensor_and_remedy(tmp_path: Path) -> None:
+def test_truncated_file_names_sizes_tensor_and_remedy(tmp_path: Path) -> None:
     complete = blob({"a": entry(), "b": entry(offsets=[4, 8])}, 8)
     message = error_of(tmp_path, complete[:-1])
     assert f"describes {len(complete)} bytes, but the file has {len(complete) - 1}" in message

@@ -99,7 +99,7 @@ def test_replaced_while_it_is_read(tmp_path: Path) -> None:
         assert values == {1.0}
 
 
-def load_changed(path: Path, victim: int, change: str, when: str, engine: str = "fsdp2") -> set[float]:
+def load_changed(path: Path, victim: int, change: str, moment: str, engine: str = "fsdp2") -> set[float]:
     """Change the file before the victim opens it or while all ranks read."""
     world = current_world()
     changed = False
@@ -109,7 +109,7 @@ def load_changed(path: Path, victim: int, change: str, when: str, engine: str = 
     def open_and_change(self: FileReader, file: int) -> int:
         nonlocal changed
         with lock:
-            if not changed and when == "open" and world.rank == victim:
+            if not changed and moment == "open" and world.rank == victim:
                 CHANGES[change](path)
                 changed = True
         return open_file(self, file)
@@ -117,7 +117,7 @@ def load_changed(path: Path, victim: int, change: str, when: str, engine: str = 
     def read_and_change(self: FileReader, file: int, offset: int, buffers: Any) -> None:
         nonlocal changed
         with lock:
-            if not changed and when == "read":
+            if not changed and moment == "read":
                 open_file(self, file)
                 dist.barrier()  # all ranks have opened it
                 if world.rank == victim:
@@ -129,6 +129,6 @@ def load_changed(path: Path, victim: int, change: str, when: str, engine: str = 
     FileReader._descriptor = open_and_change  # type: ignore[method-assign]
     FileReader.read = read_and_change  # type: ignore[method-assign]
     model = zerostart.load(path, lambda: TwoLayers(), engine=engine, progress=False)
-    assert changed or (when == "open" and world.rank != victim)
+    assert changed or (moment == "open" and world.rank != victim)
     tensors = [tensor for _, tensor in zerostart.full_tensors(model, rank=None)]
     return {float(value) for tensor in tensors if tensor is not None for value in tensor.unique()}

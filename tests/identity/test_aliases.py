@@ -27,13 +27,13 @@ class Layer(nn.Module):
         self.bias = nn.Parameter(torch.zeros(7))
         self.register_buffer("table", torch.arange(7.0))
         self.register_buffer("start", self.table[:3], persistent=False)
-        self.listed = [self.weight, (self.bias, {"table": self.table})]
+        self.items = [self.weight, (self.bias, {"table": self.table})]
         self.box = SimpleNamespace(refs=(weakref.ref(self.bias), self.table[3:]))
         self.named = {"weight": self.weight}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = torch.nn.functional.linear(x, self.named["weight"]) + self.box.refs[0]() + self.listed[0].sum(1)
-        return y * self.listed[1][1]["table"] + self.start.sum() + self.box.refs[1].sum()
+        y = torch.nn.functional.linear(x, self.named["weight"]) + self.box.refs[0]() + self.items[0].sum(1)
+        return y * self.items[1][1]["table"] + self.start.sum() + self.box.refs[1].sum()
 
 
 class Model(nn.Module):
@@ -54,9 +54,9 @@ def wrong_aliases(model: Any) -> list[str]:
     """Return the containers that do not hold the module's tensor."""
     layer, weights = model.layer, list(model.parameters())
     pairs = [
-        (layer.listed[0], layer.weight),
-        (layer.listed[1][0], layer.bias),
-        (layer.listed[1][1]["table"], layer.table),
+        (layer.items[0], layer.weight),
+        (layer.items[1][0], layer.bias),
+        (layer.items[1][1]["table"], layer.table),
         (layer.box.refs[0](), layer.bias),
         (layer.named["weight"], layer.weight),
         *zip(model.everything[0], weights, strict=True),
@@ -64,23 +64,23 @@ def wrong_aliases(model: Any) -> list[str]:
     for rnn in (model.forwards, model.gru):
         own = [getattr(rnn, name) for name in rnn._flat_weights_names]
         pairs += [*zip(rnn._flat_weights, own, strict=True)]
-    wrong = [f"pair {at}" for at, (alias, own_tensor) in enumerate(pairs) if alias is not own_tensor]
+    errors = [f"pair {at}" for at, (alias, own_tensor) in enumerate(pairs) if alias is not own_tensor]
     memory = {t.untyped_storage()._cdata for t in (layer.table, layer.start, layer.box.refs[1])}
-    return wrong + ([] if len(memory) == 1 else ["views"])
+    return errors + ([] if len(memory) == 1 else ["views"])
 
 
 def train(state: dict[str, torch.Tensor], engine: str, zero_stage: int, x: torch.Tensor) -> Any:
     """Return wrong aliases at any time, the output, and the gradients."""
     model: Any = zerostart.load(state, Model, engine=engine, zero_stage=zero_stage, progress=False).train()
-    wrong = wrong_aliases(model)
+    errors = wrong_aliases(model)
     if engine == "fsdp2":
         output = model(x)
-        wrong += wrong_aliases(model)
+        errors += wrong_aliases(model)
         output.sum().backward()
         grads = {name: p.grad for name, p in model.named_parameters()}
         gradients = {n: g.full_tensor() if hasattr(g, "full_tensor") else g for n, g in grads.items()}
         torch.optim.SGD(model.parameters(), 0.1).step()
-        return wrong + wrong_aliases(model), output.detach(), gradients
+        return errors + wrong_aliases(model), output.detach(), gradients
     import deepspeed
     from deepspeed.utils import safe_get_full_grad
 
@@ -94,7 +94,7 @@ def train(state: dict[str, torch.Tensor], engine: str, zero_stage: int, x: torch
     trainer.backward(output.sum())
     gradients = {name: safe_get_full_grad(p).clone() for name, p in model.named_parameters()}
     trainer.step()
-    return wrong + wrong_aliases(model), output.detach(), gradients
+    return errors + wrong_aliases(model), output.detach(), gradients
 
 
 @pytest.mark.slow
@@ -107,8 +107,8 @@ def test_training_uses_aliased_tensors(engine: str, zero_stage: int) -> None:
     reference.load_state_dict(state)
     expected = reference(x)
     expected.sum().backward()
-    for wrong, output, gradients in run_ranks(train, 2, state, engine, zero_stage, x):
-        assert not wrong
+    for errors, output, gradients in run_ranks(train, 2, state, engine, zero_stage, x):
+        assert not errors
         torch.testing.assert_close(output, expected.detach())
         for name, p in reference.named_parameters():
             torch.testing.assert_close(gradients[name], p.grad, msg=name)
@@ -119,7 +119,7 @@ class Cached(nn.Linear):
 
     def __init__(self) -> None:
         super().__init__(3, 4)
-        self.turned = {"weight": [self.weight.detach().t()]}
+        self.transposed = {"weight": [self.weight.detach().t()]}
 
 
 def load_cached(engine: str, zero_stage: int) -> str:
@@ -131,9 +131,9 @@ def load_cached(engine: str, zero_stage: int) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("engine", "zero_stage"), [("fsdp2", 3), ("deepspeed", 3), ("deepspeed", 2)])
-def test_a_view_of_a_parameter_is_refused_by_name(engine: str, zero_stage: int) -> None:
+def test_view_of_a_parameter_is_refused_by_name(engine: str, zero_stage: int) -> None:
     for message in run_ranks(load_cached, 2, engine, zero_stage):
-        assert "turned['weight'][0] is a view of the parameter weight" in message
+        assert "transposed['weight'][0] is a view of the parameter weight" in message
 
 
 # A checkpoint with both names of a tied pair is loaded like by transformers.

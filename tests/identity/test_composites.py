@@ -80,14 +80,14 @@ def start_engine(model: nn.Module, engine: str, stage: int) -> tuple[Any, Any]:
     return model, optimizer
 
 
-def step(model: Any, optimizer: Any, x: torch.Tensor, averaged: bool) -> None:
+def step(model: Any, optimizer: Any, x: torch.Tensor, average_gradients: bool) -> None:
     loss = model(x).square().mean()
     if optimizer is None:
         model.backward(loss)
         model.step()
         return
     loss.backward()
-    for parameter in model.parameters() if averaged else ():
+    for parameter in model.parameters() if average_gradients else ():
         dist.all_reduce(parameter.grad)
         parameter.grad /= dist.get_world_size()
     optimizer.step()
@@ -122,8 +122,8 @@ def train(cases: list[tuple[str, int]], folder: Path) -> None:
         assert engine != "deepspeed" or storages(model) == addresses, (engine, stage)
         reference = torch.optim.AdamW(expected.parameters(), lr=0.1)
         for _ in range(3):
-            step(running, optimizer, x, averaged=engine == "fsdp2" and stage == 0)
-            step(expected, reference, x, averaged=False)
+            step(running, optimizer, x, average_gradients=engine == "fsdp2" and stage == 0)
+            step(expected, reference, x, average_gradients=False)
         assert differing_names(running, expected) == [], (engine, stage)
         report = zerostart.report(running)
         assert "decoder.0.weight" in report.initialised
@@ -139,7 +139,7 @@ def train(cases: list[tuple[str, int]], folder: Path) -> None:
         path = folder / f"{engine}{stage}"
         zerostart.save_state(path, running, optimizer, extra=7)
         assert zerostart.verify(path).tensors
-        step(running, optimizer, x, averaged=engine == "fsdp2" and stage == 0)
+        step(running, optimizer, x, average_gradients=engine == "fsdp2" and stage == 0)
         assert zerostart.digest(running) != digest
         assert zerostart.load_state(path, running, optimizer) == 7
         assert zerostart.digest(running) == digest

@@ -81,7 +81,7 @@ def load_both(engine: str, path: Path) -> list[str]:
     return errors
 
 
-def test_a_converter_that_draws_random_numbers_is_refused() -> None:
+def test_converter_that_draws_random_numbers_is_refused() -> None:
     def noisy(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {name: tensor + torch.randn(tensor.shape) for name, tensor in state.items()}
 

@@ -19,9 +19,9 @@ from tests.identity.snapshots import same_bits
 from tests.ranks import run_ranks
 
 WIDTH = 747  # odd; half a layer in fp32 exceeds 1 MiB, the minimum to be swapped to NVMe
-PLACES = ("none", "cpu", "nvme")
+PLACEMENTS = ("none", "cpu", "nvme")
 #: (Parameter placement, ranks of a secondary partition); DeepSpeed has none on NVMe.
-GROUPS = [*((place, 1) for place in PLACES), ("none", 2), ("cpu", 2)]
+GROUPS = [*((placement, 1) for placement in PLACEMENTS), ("none", 2), ("cpu", 2)]
 
 
 class Layers(nn.Module):
@@ -60,7 +60,7 @@ def train_both(path: Path, parameters: str, secondary: int, folder: Path) -> dic
     if not file_aio.is_compilable():
         file_aio.install()
     results = {}
-    for optimizer, persistent, dtype in itertools.product(PLACES, (0, 2000), ("fp32", "bf16")):
+    for optimizer, persistent, dtype in itertools.product(PLACEMENTS, (0, 2000), ("fp32", "bf16")):
         if dtype == "bf16" and "nvme" in (parameters, optimizer):
             continue  # too small to be swapped
         case = f"{optimizer}-{persistent}-{dtype}"

@@ -67,7 +67,7 @@ def test_dtype_is_applied_like_by_from_pretrained(dtype: torch.dtype, sources: S
     assert not differences(model, Snapshot.of(expected), "fsdp2")
 
 
-def test_a_variant_is_found(sources: Sources, tmp_path: Path) -> None:
+def test_variant_is_found(sources: Sources, tmp_path: Path) -> None:
     """``save_pretrained(variant=...)`` inserts its name into those of files and index."""
     source = sources["pipeline"][0] / "transformer"
     model = diffusers.WanTransformer3DModel.from_pretrained(source, torch_dtype=torch.bfloat16)

@@ -143,12 +143,12 @@ def run(path: Path, case: Case) -> list[str]:
         path, zero_stage=case.stage, engine_config=config, expert_parallel=case.experts, progress=False
     )
     names = [NORM, MATRIX, EMBEDDING] + ([EXPERTS] if case.kind == "mixtral" else [])
-    loaded: State = {}
+    source: State = {}
     if case.before:
         # The masters that this load reads: the checkpoint's fp32 values.
         from transformers import AutoModelForCausalLM
 
-        loaded = dict(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).named_parameters())
+        source = dict(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).named_parameters())
         low = halves(model)
         errors = list(edit(model, names))
         changed = halves(model)
@@ -156,8 +156,8 @@ def run(path: Path, case: Case) -> list[str]:
     engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(groups), config=config)
     if case.before:
         if case.stage == 0:  # DeepSpeed makes masters from the parameters
-            loaded = {name: tensor.float() for name, tensor in low.items()}
-        before = {name: part_of(loaded[name].detach(), tensor) for name, tensor in low.items()}
+            source = {name: tensor.float() for name, tensor in low.items()}
+        before = {name: part_of(source[name].detach(), tensor) for name, tensor in low.items()}
         errors += list(check_masters(before, low, read_masters(engine), changed))
     else:
         step(engine, 1)

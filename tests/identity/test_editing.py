@@ -44,7 +44,7 @@ def edit_and_compare(path: Path, engine: str, options: dict[str, Any], name: str
     ],
     ids=["experts", "fused", "tied"],
 )
-def test_a_change_reaches_every_shard(
+def test_change_reaches_every_shard(
     kind: str, world: int, options: dict[str, Any], name: str, tmp_path: Path
 ) -> None:
     run_ranks(edit_on_each_engine, world, checkpoint(kind, tmp_path), options, name)
@@ -125,7 +125,7 @@ class Squares(torch.nn.Module):
 
 
 @pytest.mark.slow
-def test_shape_and_dtype_must_stay() -> None:
+def test_change_of_shape_or_dtype_is_an_error() -> None:
     first, second = run_ranks(change_shape_or_dtype, 2)
     assert first == second
     for case, message in first.items():

@@ -228,7 +228,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], State]] = {
     "attention": (lambda: nn.MultiheadAttention(4, 2), random_state(lambda: nn.MultiheadAttention(4, 2))),
 }
 #: Refused cases: model, state dict, and part of the message.
-REFUSED: dict[str, tuple[Any, State, str]] = {
+REFUSED_CASES: dict[str, tuple[Any, State, str]] = {
     "computed on meta": (computed_on_meta(), {"weight": tensor(3)}, "cosines"),
     "values": (Computing, {**_FUSED, "table": tensor(2)}, "Computing calls aten.sum"),
     "extra state": (
@@ -283,7 +283,7 @@ def storage_id(t: torch.Tensor) -> int:
 
 def refused_cases() -> list[str]:
     errors = []
-    for case, (make, state, message) in REFUSED.items():
+    for case, (make, state, message) in REFUSED_CASES.items():
         try:
             zerostart.load(state, make, engine="fsdp2", progress=False)
         except zerostart.ZerostartError as error:

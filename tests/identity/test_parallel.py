@@ -197,7 +197,7 @@ def load_experts(
     return local, whole, zerostart.report(model).read_bytes
 
 
-def test_plan_reads_only_the_own_part(tmp_path: Path) -> None:
+def test_plan_reads_only_this_ranks_part(tmp_path: Path) -> None:
     """Rows are longer than a gap that is read through."""
     sizes: dict[str, Any] = {"hidden_size": 1024, "head_dim": 512, "num_hidden_layers": 1}
     path = checkpoint("mixtral", tmp_path, **sizes)

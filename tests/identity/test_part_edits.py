@@ -253,7 +253,7 @@ def edit_then_initialize() -> None:
     assert torch.equal(after["embed.weight"][40:], torch.full((25, 8), 2.0))
 
 
-def test_an_edited_model_starts_on_zero3() -> None:
+def test_edited_model_starts_on_zero3() -> None:
     run_ranks(edit_then_initialize, 2)
 
 

@@ -65,9 +65,9 @@ def differences(model: nn.Module, expected: nn.Module) -> list[str]:
     """Return names of different tensors, buffers, flags and attributes."""
     want, got = expected.state_dict(), dict(zerostart.full_tensors(model, rank=None))
     names = list(want.keys() ^ got.keys())
-    names += [n for n in want.keys() & got.keys() if not same(want[n], got[n])]
+    names += [n for n in want.keys() & got.keys() if not equal(want[n], got[n])]
     buffers = dict(model.named_buffers())
-    names += [n for n, buffer in expected.named_buffers() if not same(buffer, buffers[n].cpu())]
+    names += [n for n, buffer in expected.named_buffers() if not equal(buffer, buffers[n].cpu())]
     expected_flags = {n: p.requires_grad for n, p in expected.named_parameters(remove_duplicate=False)}
     flags = {n: p.requires_grad for n, p in model.named_parameters(remove_duplicate=False)}
     if expected_flags != flags or model.training != expected.training:
@@ -79,7 +79,7 @@ def differences(model: nn.Module, expected: nn.Module) -> list[str]:
     return names
 
 
-def same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+def equal(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
     return a is not None and b is not None and a.dtype == b.dtype and torch.equal(a, b)
 
 
@@ -207,7 +207,7 @@ def save_and_reload(engine: str, stage: int) -> None:
     expected = dict(zerostart.full_tensors(fresh, rank=None))
     reloaded = zerostart.load(folder, engine=engine, zero_stage=stage, progress=False)
     assert any("experts.0.up_proj" in name for name in saved)  # the hub's layout
-    assert all(same(tensor, expected[name]) for name, tensor in zerostart.full_tensors(reloaded, rank=None))
+    assert all(equal(tensor, expected[name]) for name, tensor in zerostart.full_tensors(reloaded, rank=None))
 
 
 @pytest.mark.slow

@@ -89,7 +89,7 @@ def test_torch_distributed_checkpoint_is_loaded(tmp_path: Path, wrapped: bool, w
 
 
 @pytest.mark.slow
-def test_the_folders_of_accelerate_are_found(tmp_path: Path) -> None:
+def test_folders_of_accelerate_are_found(tmp_path: Path) -> None:
     """accelerate's ``save_state`` writes FSDP2 and DeepSpeed weights into different folders."""
     expected = run_ranks(write_dcp, 2, str(tmp_path / "a" / "pytorch_model_fsdp_0"), False)[0]
     assert_equal(run_ranks(load_whole, 1, str(tmp_path / "a"), "fsdp2", 3)[0], expected)

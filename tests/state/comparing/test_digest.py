@@ -25,21 +25,21 @@ def mix(number: int) -> int:
     return z ^ (z >> 31)
 
 
-def byte_key(place: int, column: int) -> int:
+def byte_key(position: int, column: int) -> int:
     """Return a number from -127 to 127 that is not zero."""
-    key = (mix(place * COLUMNS + column + (1 << 48)) >> 1) % 254 - 127
+    key = (mix(position * COLUMNS + column + (1 << 48)) >> 1) % 254 - 127
     return key if key < 0 else key + 1
 
 
 def reference_digest(dtype: str, shape: Sequence[int], data: bytes, first: int = 0) -> str:
     """Follow docs/specs/digest.md in integers; bytes before ``first`` are zeros."""
-    keys = [[byte_key(place, column) for column in range(COLUMNS)] for place in range(ROW)]
+    keys = [[byte_key(position, column) for column in range(COLUMNS)] for position in range(ROW)]
     sums: dict[int, list[int]] = {}
     for number, byte in enumerate(data, first):
-        row, place = divmod(number, ROW)
+        row, position = divmod(number, ROW)
         value = byte if byte < 128 else byte - 256
         old = sums.get(row, [0] * COLUMNS)
-        sums[row] = [total + value * key for total, key in zip(old, keys[place], strict=True)]
+        sums[row] = [total + value * key for total, key in zip(old, keys[position], strict=True)]
     lanes = []
     for lane in range(2):
         total = 0

@@ -100,7 +100,7 @@ def test_nonempty_target_is_refused(tmp_path: Path, checkpoints: TinyCheckpoints
         convert(folder, tmp_path / "zero", "zero")
 
 
-def test_a_failure_leaves_nothing(
+def test_failure_leaves_nothing(
     tmp_path: Path, checkpoints: TinyCheckpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from zerostart.state.converting.source import SourceReader
@@ -129,7 +129,7 @@ def test_empty_tensors_are_not_taken_for_ties(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [*QUANTISED])
-def test_a_dequantised_checkpoint_has_a_plain_configuration(tmp_path: Path, kind: str) -> None:
+def test_dequantised_checkpoint_has_a_plain_configuration(tmp_path: Path, kind: str) -> None:
     from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
 
     quantization = FineGrainedFP8Config if kind.endswith("fp8") else Mxfp4Config

@@ -77,7 +77,7 @@ def test_unsharded_model_resumes(name: str, tmp_path: Path) -> None:
     zerostart.verify(tmp_path / "state")
 
 
-def test_an_optimizer_around_another_is_refused(tmp_path: Path) -> None:
+def test_optimizer_around_another_is_refused(tmp_path: Path) -> None:
     model = make_model()
     optimizer = Lookahead(torch.optim.AdamW(model.parameters()))
     with pytest.raises(ConfigError, match="Lookahead wraps another one, a AdamW, in its attribute optimizer"):

@@ -81,7 +81,7 @@ def read_digests(path: Path) -> tuple[dict[str, str], dict[str, str]]:
 def test_masters_and_moments_keep_their_bits_from_bf16_to_fp32_and_back(
     paths: dict[str, Path], tmp_path: Path
 ) -> None:
-    zero, fsdp2 = Case("deepspeed", bf16=True, groups="two"), Case("fsdp2", bf16=True, groups="turned")
+    zero, fsdp2 = Case("deepspeed", bf16=True, groups="two"), Case("fsdp2", bf16=True, groups="reversed")
     run_ranks(load_and_save, 2, paths["qwen3"], zero, tmp_path, "", "a")
     run_ranks(load_and_save, 3, paths["qwen3"], fsdp2, tmp_path, "a", "b")
     run_ranks(load_and_save, 2, paths["qwen3"], replace(zero, stage=2), tmp_path, "b", "c")
@@ -169,7 +169,7 @@ CHANGES = {
     "FSDP2, 2 to 3": (FSDP2, 2, FSDP2, 3),
     "ZeRO-3, 1 to 2": (ZERO, 1, ZERO, 2),
     "ZeRO-3 on 4 to ZeRO-2 on 2": (ZERO, 4, Case("deepspeed", 2), 2),
-    "ZeRO-2 on 2 to FSDP2 on 3": (Case("deepspeed", 2, groups="two"), 2, Case("fsdp2", groups="turned"), 3),
+    "ZeRO-2 on 2 to FSDP2 on 3": (Case("deepspeed", 2, groups="two"), 2, Case("fsdp2", groups="reversed"), 3),
     "FSDP2 on 1 to ZeRO-1 on 4": (FSDP2, 1, Case("deepspeed", 1), 4),
     "FSDP2, two groups, to frozen ZeRO-3": (
         Case("fsdp2", groups="frozen"),

@@ -29,7 +29,7 @@ def train_during_save(path: Path, folder: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_state_is_that_of_the_call(tmp_path: Path) -> None:
+def test_state_is_saved_as_at_the_call(tmp_path: Path) -> None:
     path = checkpoint("qwen3", tmp_path)
     assert run_ranks(train_during_save, 2, path, tmp_path / "states") == [[], []]
 

@@ -102,7 +102,7 @@ def test_torch_and_accelerate_checkpoints_resume(path: Path, tmp_path: Path, sav
     expected = run_ranks(train_and_save, 2, path, {"run": case}, tmp_path / "runs", saver)[0]["run"]
     loaded = Case("fsdp2", groups="two")
     assert run_ranks(resume, 2, path, loaded, tmp_path / "runs" / "run")[0] == expected
-    deepspeed = Case("deepspeed", 2, groups="turned", top=UNCLIPPED)
+    deepspeed = Case("deepspeed", 2, groups="reversed", top=UNCLIPPED)
     actual = run_ranks(resume, 3, path, deepspeed, tmp_path / "runs" / "run")[0]
     assert actual == pytest.approx(expected, rel=1e-5)
 
@@ -124,5 +124,5 @@ def test_universal_checkpoint_resumes(path: Path, tmp_path: Path, stage: int) ->
         timeout=120,
     )
     assert run_ranks(resume, 2, path, case, tmp_path / "universal")[0] == expected
-    fsdp2 = Case("fsdp2", groups="turned")
+    fsdp2 = Case("fsdp2", groups="reversed")
     assert run_ranks(resume, 3, path, fsdp2, tmp_path / "universal")[0] == pytest.approx(expected, rel=1e-5)

@@ -57,7 +57,7 @@ def test_values_survive_json(value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "where"),
+    ("value", "message"),
     [
         ({"a": "half \ud800"}, "extra would not be read back correctly as JSON"),
         ([10**5000], "extra would not be read back correctly as JSON"),
@@ -70,8 +70,8 @@ def test_values_survive_json(value: Any) -> None:
         ([torch.empty(2, device="meta")], r"extra\.0 is a Tensor, but not a dense tensor"),
     ],
 )
-def test_unsupported_values_are_named_by_path(value: Any, where: str) -> None:
-    with pytest.raises(ConfigError, match=where):
+def test_unsupported_values_are_named_by_path(value: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         encode_checked(value, "extra", {})
 
 

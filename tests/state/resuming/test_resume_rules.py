@@ -83,7 +83,7 @@ def save_before_a_step(path: Path, folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_state_without_moments_has_none_afterwards(paths: dict[str, Path], tmp_path: Path) -> None:
+def test_state_without_moments_removes_them(paths: dict[str, Path], tmp_path: Path) -> None:
     run_ranks(save_before_a_step, 2, paths["qwen3"], tmp_path)
 
 
@@ -110,7 +110,7 @@ def check_random_states(path: Path, folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_random_states_of_each_rank_come_back(paths: dict[str, Path], tmp_path: Path) -> None:
+def test_random_states_of_each_rank_are_restored(paths: dict[str, Path], tmp_path: Path) -> None:
     run_ranks(check_random_states, 2, paths["qwen3"], tmp_path / "state")
 
 
@@ -120,10 +120,10 @@ def check_group_settings(path: Path, folder: Path) -> None:
     run.optimizer.param_groups[0].update(lr=0.25, betas=(0.5, 0.75))
     zerostart.save_state(folder, *run.state)
     run.end()
-    turned = Run(path, Case("fsdp2", groups="turned"))
-    norms, projections = turned.optimizer.param_groups
+    reversed_groups = Run(path, Case("fsdp2", groups="reversed"))
+    norms, projections = reversed_groups.optimizer.param_groups
     norms["foreach"] = projections["foreach"] = False
-    zerostart.load_state(folder, *turned.state)
+    zerostart.load_state(folder, *reversed_groups.state)
     assert (projections["lr"], projections["betas"], projections["weight_decay"]) == (0.25, (0.5, 0.75), 0.1)
     assert (norms["lr"], norms["betas"], norms["weight_decay"]) == (RATE, (0.9, 0.999), 0.0)
     assert not norms["foreach"]
@@ -237,7 +237,7 @@ def evaluate_runs(paths: dict[str, Path], cases: dict[str, Case], folder: Path) 
 
 
 @pytest.mark.slow
-def test_a_state_is_saved_and_loaded_after_an_evaluation(paths: dict[str, Path], tmp_path: Path) -> None:
+def test_state_is_saved_and_loaded_after_an_evaluation(paths: dict[str, Path], tmp_path: Path) -> None:
     for name, (expected, losses, resumed) in run_ranks(evaluate_runs, 2, paths, CASES, tmp_path)[0].items():
         assert losses == expected, name
         assert resumed == expected[2:], name

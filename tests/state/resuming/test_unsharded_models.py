@@ -20,8 +20,8 @@ class Noncontiguous(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.turned = nn.Parameter(torch.randn(3, 5).t())
-        self.cut = nn.Parameter(torch.randn(4, 6)[:, 1:4])
+        self.transposed = nn.Parameter(torch.randn(3, 5).t())
+        self.sliced = nn.Parameter(torch.randn(4, 6)[:, 1:4])
         self.images = nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)
         self.register_buffer("every_other", torch.randn(9)[::2])
         self.register_buffer("permuted", torch.randn(2, 3, 4).permute(2, 0, 1))
@@ -30,8 +30,8 @@ class Noncontiguous(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         image: torch.Tensor = self.images(torch.ones(1, 2, 3, 3)).square().sum()
         buffers: torch.Tensor = self.every_other.sum() + self.permuted.sum()  # type: ignore[operator]
-        product: torch.Tensor = (x @ self.turned).square().sum()
-        return product + (x[:4] @ self.cut).square().sum() + image * self.number + buffers
+        product: torch.Tensor = (x @ self.transposed).square().sum()
+        return product + (x[:4] @ self.sliced).square().sum() + image * self.number + buffers
 
 
 def steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int) -> list[float]:
@@ -57,17 +57,17 @@ def test_noncontiguous_tensors_are_restored(tmp_path: Path) -> None:
 
     zerostart.load_state(tmp_path / "state", second, optimizers[1])
     assert [n for n, t in second.state_dict().items() if not torch.equal(t, expected[n])] == []
-    assert not second.turned.is_contiguous()
-    assert second.cut.stride() == (6, 1)
+    assert not second.transposed.is_contiguous()
+    assert second.sliced.stride() == (6, 1)
     assert steps(second, optimizers[1], 3) == continued
     assert zerostart.digest(first) == zerostart.digest(second)
 
     # A pending gradient is contiguous although its parameter is not.
-    second.turned.grad = torch.arange(15.0).view(5, 3)
+    second.transposed.grad = torch.arange(15.0).view(5, 3)
     zerostart.save_state(tmp_path / "window", second, optimizers[1], wait=False).wait()
-    second.turned.grad = None
+    second.transposed.grad = None
     zerostart.load_state(tmp_path / "window", second, optimizers[1])
-    assert torch.equal(torch.Tensor(second.turned.grad), torch.arange(15.0).view(5, 3))
+    assert torch.equal(torch.Tensor(second.transposed.grad), torch.arange(15.0).view(5, 3))
 
     zerostart.save(first, tmp_path / "saved")
     saved = load_file(tmp_path / "saved" / "model.safetensors")

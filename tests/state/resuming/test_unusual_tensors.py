@@ -19,7 +19,7 @@ class UnusualModel(nn.Module):
         super().__init__()
         self.first, self.last = nn.Linear(3, 5), nn.Linear(5, 2)
         self.scale = nn.Parameter(torch.tensor(1.5))
-        self.one = nn.Parameter(torch.ones(1))
+        self.single = nn.Parameter(torch.ones(1))
         self.frozen = nn.Parameter(torch.randn(7), requires_grad=False)
         self.unused = nn.Parameter(torch.randn(3))
         self.register_buffer("count", torch.tensor(3))
@@ -28,7 +28,7 @@ class UnusualModel(nn.Module):
         self.register_buffer("passing", torch.randn(2), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.last(self.first(x) * self.scale) * self.one
+        out: torch.Tensor = self.last(self.first(x) * self.scale) * self.single
         return out.square().mean()
 
 

@@ -50,16 +50,16 @@ def train(make: OptimizerFactory, count: int) -> tuple[nn.Module, Optimizer, Ite
     return model, optimizer, iterator
 
 
-SAME_RULE: dict[str, tuple[OptimizerFactory, OptimizerFactory]] = {
+SAME_RULES: dict[str, tuple[OptimizerFactory, OptimizerFactory]] = {
     "derived class": (AdamW, DerivedAdamW),
     "base class, with options": (partial(DerivedAdamW, amsgrad=True, maximize=True), AdamW),
     "same rule by a setting": (partial(Adam, weight_decay=0.1, decoupled_weight_decay=True), AdamW),
 }
 
 
-@pytest.mark.parametrize("name", SAME_RULE)
+@pytest.mark.parametrize("name", SAME_RULES)
 def test_same_rule_resumes(tmp_path: Path, name: str) -> None:
-    saved, other = SAME_RULE[name]
+    saved, other = SAME_RULES[name]
     model, optimizer, expected = train(saved, 2)
     zerostart.save_state(tmp_path / "state", model, optimizer)
     model, optimizer, losses = train(other, 3)
@@ -67,7 +67,7 @@ def test_same_rule_resumes(tmp_path: Path, name: str) -> None:
     assert [next(losses) for _ in range(3)] == [next(expected) for _ in range(3)]
 
 
-OTHER_RULE: dict[str, tuple[OptimizerFactory, OptimizerFactory, str]] = {
+OTHER_RULES: dict[str, tuple[OptimizerFactory, OptimizerFactory, str]] = {
     "Adamax": (
         AdamW,
         Adamax,
@@ -81,9 +81,9 @@ OTHER_RULE: dict[str, tuple[OptimizerFactory, OptimizerFactory, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", OTHER_RULE)
+@pytest.mark.parametrize("name", OTHER_RULES)
 def test_other_rules_are_refused(tmp_path: Path, name: str) -> None:
-    saved, other, message = OTHER_RULE[name]
+    saved, other, message = OTHER_RULES[name]
     model, optimizer, _ = train(saved, 2)
     zerostart.save_state(tmp_path / "state", model, optimizer)
     weights = [parameter.clone() for parameter in model.parameters()]

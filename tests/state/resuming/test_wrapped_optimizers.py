@@ -19,7 +19,7 @@ class Lookahead(torch.optim.Optimizer):
         self.defaults = optimizer.defaults
 
 
-def test_an_optimizer_without_its_constructor_is_named(tmp_path: Path) -> None:
+def test_optimizer_without_its_constructor_is_named(tmp_path: Path) -> None:
     weights = nn.Linear(3, 2).state_dict()
     model = zerostart.load(weights, lambda: nn.Linear(3, 2), engine="fsdp2", progress=False)
     optimizer = Lookahead(torch.optim.SGD(model.parameters(), lr=0.1))

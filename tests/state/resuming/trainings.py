@@ -174,10 +174,10 @@ def _groups(model: nn.Module, kind: str) -> Iterator[Any]:
     if kind == "one":
         yield from (p for _, p in trainable)
         return
-    # The groups' parameters alternate in the model; "turned" reverses the groups.
+    # The groups' parameters alternate in the model; "reversed" reverses the groups.
     halves = [[p for n, p in trainable if ("proj" in n) == is_projection] for is_projection in (True, False)]
     settings = [{"weight_decay": 0.1, "lr": 2 * RATE}, {"weight_decay": 0.0}]
-    for parameters, setting in list(zip(halves, settings, strict=True))[:: -1 if kind == "turned" else 1]:
+    for parameters, setting in list(zip(halves, settings, strict=True))[:: -1 if kind == "reversed" else 1]:
         yield {"params": parameters, **setting}
 
 

@@ -23,7 +23,7 @@ def run_export(*arguments: str) -> int:
 
 
 @pytest.mark.slow
-def test_a_zero_3_checkpoint_opens_in_plain_transformers(tmp_path: Path) -> None:
+def test_zero_3_checkpoint_opens_in_plain_transformers(tmp_path: Path) -> None:
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
     from transformers import AutoModelForCausalLM
 
@@ -41,7 +41,7 @@ def test_a_zero_3_checkpoint_opens_in_plain_transformers(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_a_distributed_checkpoint_keeps_its_values(tmp_path: Path) -> None:
+def test_distributed_checkpoint_keeps_its_values(tmp_path: Path) -> None:
     source, out = str(tmp_path / "dcp"), tmp_path / "out"
     expected = run_ranks(write_dcp, 2, source, True)[0]
     exported = convert(source, out, max_shard_size="20KB", replace=True)

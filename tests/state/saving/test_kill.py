@@ -153,7 +153,7 @@ def tiny(checkpoints: TinyCheckpoints) -> Path:
 
 
 @pytest.mark.parametrize(("kind", "size", "rank", "max_points"), [FAST_CASE, *SLOW_CASES])
-def test_killed_anywhere(
+def test_kill_at_any_call_leaves_a_whole_save(
     size: int,
     rank: int,
     kind: str,

@@ -212,7 +212,7 @@ def raise_no_space(*_: object) -> int:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_a_rank_that_cannot_write_fails_all(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
+def test_rank_that_cannot_write_fails_all(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
     """All ranks raise the same error, and only the earlier save remains."""
     path = checkpoints("mixtral", BF16)
     (error, files), (other_error, _) = run_ranks(fill_disk, 2, path, tmp_path / "out", timeout=120)

@@ -62,8 +62,8 @@ def random_tensors(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> Te
 
 def make_shard(name: str, whole: torch.Tensor, layout: Layout, replica: tuple[int, int] = (0, 1)) -> Shard:
     storage = torch.full((layout.numel,), float("nan"), dtype=whole.dtype)
-    for first, count, place in layout.runs():
-        storage[place : place + count] = whole.reshape(-1)[first : first + count]
+    for first, count, start in layout.runs():
+        storage[start : start + count] = whole.reshape(-1)[first : first + count]
     return Shard(name, layout, storage, lambda _: layout, replica)
 
 
