@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoint.fuzzed import FORMATS, ORACLES, READERS, Files, OracleError, damage, write
+from tests.checkpoint.fuzzing import FORMATS, ORACLES, READERS, Files, OracleError, damage, write
 from zerostart.errors import ZerostartError, printable
 
 TOTAL = int(os.environ.get("ZEROSTART_FUZZED", "200000"))

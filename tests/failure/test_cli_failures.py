@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.failure.broken import break_copy
+from tests.failure.breakages import break_copy
 from tests.tiny import TinyCheckpoints
 
 MAX_SECONDS = 30.0

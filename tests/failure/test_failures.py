@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zerostart
-from tests.failure.broken import BREAKAGES, break_copy
+from tests.failure.breakages import BREAKAGES, break_copy
 from tests.ranks import Outcome, rank_outcomes
 from tests.tiny import TinyCheckpoints
 from zerostart import errors
