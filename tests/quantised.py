@@ -1,4 +1,4 @@
-"""Tiny quantised checkpoints in hub layouts: fp8 with block scales, and mxfp4."""
+"""Tiny fp8 and mxfp4 checkpoints in hub layouts."""
 
 import json
 import re
@@ -15,7 +15,7 @@ UNQUANTISED = re.compile(r"embed_tokens|norm|mlp\.gate\.|lm_head|bias")
 
 
 def deepseek_v3_fp8(path: Path, block: tuple[int, int], sizes: Mapping[str, int]) -> Path:
-    """Write a sharded DeepSeek-V3 with random fp8 weights and fp32 scales per ``block``."""
+    """Write a sharded DeepSeek-V3 with random fp8 weights."""
     save(path, "deepseek_v3", sizes)
     edit_tensors(path, lambda tensors: quantise_fp8(tensors, block))
     finish(path, {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": list(block)})
@@ -23,7 +23,7 @@ def deepseek_v3_fp8(path: Path, block: tuple[int, int], sizes: Mapping[str, int]
 
 
 def gpt_oss_mxfp4(path: Path, sizes: Mapping[str, Any]) -> Path:
-    """Write gpt-oss with random mxfp4 experts: 32 values in 16 bytes, and a scale."""
+    """Write gpt-oss with random mxfp4 experts."""
     save(path, "gpt_oss", sizes)
     edit_tensors(path, quantise_mxfp4)
     finish(path, {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]})
@@ -41,7 +41,7 @@ def save(path: Path, model_type: str, sizes: Mapping[str, Any]) -> None:
 
 
 def quantise_fp8(tensors: dict[str, torch.Tensor], block: tuple[int, int]) -> None:
-    """Quantise every linear weight by blocks; blocks at the edges may be partial."""
+    """Quantise linear weights by blocks, partial at the edges."""
     for name, weight in list(tensors.items()):
         if weight.dim() == 2 and not UNQUANTISED.search(name):
             rows, columns = (-(-size // step) for size, step in zip(weight.shape, block, strict=True))
@@ -50,7 +50,7 @@ def quantise_fp8(tensors: dict[str, torch.Tensor], block: tuple[int, int]) -> No
 
 
 def quantise_mxfp4(tensors: dict[str, torch.Tensor]) -> None:
-    """Replace expert weights ``[experts, in, out]`` by blocks ``[experts, out, in/32, 16]`` and scales."""
+    """Replace ``[experts, in, out]`` by ``[experts, out, in/32, 16]`` and scales."""
     for name in [n for n in tensors if n.endswith(("gate_up_proj", "down_proj"))]:
         experts, rows, columns = tensors.pop(name).shape
         shape = (experts, columns, rows // 32)
@@ -59,7 +59,7 @@ def quantise_mxfp4(tensors: dict[str, torch.Tensor]) -> None:
 
 
 def finish(path: Path, quantization: Mapping[str, Any]) -> None:
-    """Add the quantisation to the config, and list every tensor in the index."""
+    """Describe the quantisation in the config, and index all tensors."""
     from safetensors import safe_open
 
     config = json.loads((path / "config.json").read_text())

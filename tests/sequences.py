@@ -1,4 +1,4 @@
-"""Batches for sequence parallelism, and the reference training in one process."""
+"""Batches and reference training for sequence parallelism."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +18,7 @@ Batch = dict[str, torch.Tensor]
 
 
 def steps(kind: str) -> Iterator[Batch]:
-    """Yield whole batches: ids, positions, labels and masks, each [ROWS, LENGTH].
+    """Yield whole batches, each tensor [ROWS, LENGTH].
 
     No token is predicted from another document; padding predicts nothing.
     """
@@ -49,13 +49,13 @@ def shift(labels: torch.Tensor) -> torch.Tensor:
 
 
 def part_of(batch: Batch, index: int, size: int) -> Batch:
-    """Return one rank's part of every sequence, with labels shifted before the cut."""
+    """Return one rank's part of every sequence."""
     whole = {**batch, "labels": shift(batch["labels"])}
     return {key: value.chunk(size, dim=1)[index] for key, value in whole.items()}
 
 
 def train_alone(path: Path, kind: str) -> Trace:
-    """Train one process on the whole batch with only transformers and torch."""
+    """Train one process with only transformers and torch."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(path).train()

@@ -1,4 +1,4 @@
-"""Fail a file-changing system call of this process, or simulate a kill at it."""
+"""Fail a file-changing system call, or simulate a kill."""
 
 import errno
 import os
@@ -17,11 +17,11 @@ _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
 
 class Killed(BaseException):
-    """Simulated kill: further calls of the process have no effect."""
+    """Simulated kill: later calls have no effect."""
 
 
 class Calls:
-    """Count file-changing calls, and kill or fail one of them."""
+    """Count file-changing calls; kill or fail one."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -46,7 +46,7 @@ class Calls:
 
     @contextmanager
     def watch(self, chosen: int | None = None, error: int | None = None) -> "Iterator[Calls]":
-        """Fail call number ``chosen`` with ``error``, or kill the process there without one."""
+        """Fail call number ``chosen`` with ``error``, or kill there."""
         self.names, self.chosen, self.error, self._dead = [], chosen, error, False
         self.originals = originals = {name: getattr(os, name) for name in CHANGING}
         # A killed process loses no written data, so syncs may be skipped.

@@ -194,7 +194,7 @@ TOKENS = [
 
 
 def damage(files: Files, rng: random.Random) -> Files:
-    """Change, cut, swap or delete one or more of the files."""
+    """Change, cut, swap or delete some of the files."""
     out = dict(files)
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         name = rng.choice(sorted(out))
@@ -239,7 +239,7 @@ def _change_bytes(content: bytes, name: str, rng: random.Random) -> bytes:
 
 
 def _header_range(content: bytes, name: str) -> tuple[int, int]:
-    """Return the range of the header or pickle within a file."""
+    """Return the range of a file's header or pickle."""
     if name.endswith(".safetensors") and len(content) > 8:
         return 0, min(len(content), 8 + int.from_bytes(content[:8], "little") + 4)
     begin, end = content.find(b"data.pkl"), content.find(b"PK\7\x08")
@@ -248,7 +248,7 @@ def _header_range(content: bytes, name: str) -> tuple[int, int]:
 
 @functools.cache
 def _load_pickle(name: str, content: bytes) -> Any:
-    """Load the undamaged pickle of a file, or return None for other files."""
+    """Load the undamaged pickle of a file, or return None."""
     if name == ".metadata":
         return pickle.loads(content)
     if name.endswith((".pt", ".bin")) and "fsdp" not in name and "optimizer_0" not in name:
@@ -257,7 +257,7 @@ def _load_pickle(name: str, content: bytes) -> Any:
 
 
 def _change_value(value: Any, rng: random.Random) -> Any:
-    """Copy a value and replace, remove or repeat one value inside it."""
+    """Copy a value with a random change inside it."""
     if rng.random() < 0.12:
         return copy.copy(rng.choice(WEIRD))
     if isinstance(value, dict) and value:
@@ -299,7 +299,7 @@ def _change_value(value: Any, rng: random.Random) -> Any:
 
 
 def _read_elements(catalog: Catalog, entry: TensorEntry) -> torch.Tensor:
-    """Read the bytes that hold a stored tensor, as one row per element."""
+    """Read a stored tensor's bytes, one row per element."""
     width, unit = DTYPE_BITS[entry.dtype] // 8, entry.pieces[0].unit
     with Path(catalog.files[entry.file]).open("rb") as file:
         file.seek(entry.offset)
@@ -309,7 +309,7 @@ def _read_elements(catalog: Catalog, entry: TensorEntry) -> torch.Tensor:
 
 
 def values_of(catalog: Catalog) -> Values:
-    """Read every tensor of a catalog element by element through its pieces."""
+    """Read a catalog's tensors element by element through their pieces."""
     out: Values = {}
     for name, tensor in catalog.weights.items():
         if not 0 < tensor.numel <= MAX_ELEMENTS:
@@ -410,7 +410,7 @@ def _read_deepspeed(root: Path) -> Values:
 
 
 def _read_dcp(root: Path) -> Values:
-    """Read tensors by their metadata names, because damaged routes may be endless."""
+    """Read tensors by name, because damaged routes may be endless."""
     import torch.distributed.checkpoint as dcp_library
 
     catalog = open_catalog(root)

@@ -1,4 +1,4 @@
-"""Save small tensors of every kind into one directory, and read them back."""
+"""Save and read small tensors in one directory."""
 
 import json
 import time
@@ -79,7 +79,7 @@ def _values_in_files(folder: Path, names: list[str]) -> set[float]:
 
 
 def read_plainly(folder: Path, stem: str = "model", index_first: bool = False) -> float | None:
-    """Read the value as transformers does, or as diffusers with the index first."""
+    """Read like transformers, or like diffusers with the index first."""
     single, index = folder / f"{stem}.safetensors", folder / f"{stem}.safetensors.index.json"
     for path in (index, single) if index_first else (single, index):
         if path.is_file():
@@ -91,7 +91,7 @@ def read_plainly(folder: Path, stem: str = "model", index_first: bool = False) -
 
 
 def value_of(path: Path, kind: str) -> float | None:
-    """Return the one value that every reader of this kind sees, or None."""
+    """Return the single value that all readers see, or None."""
     if kind == "state":
         if not (path / "state.json").is_file():
             return None

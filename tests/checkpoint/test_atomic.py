@@ -1,4 +1,4 @@
-"""Readers see a whole save or none if it is killed or fails."""
+"""Killed or failed saves leave the old or new checkpoint."""
 
 import errno
 import json
@@ -45,12 +45,12 @@ def all_files(path: Path) -> list[str]:
 
 @pytest.fixture
 def _without_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skip fsync: no test cuts the power, and syncing takes a minute."""
+    """Skip fsync, which takes a minute in all."""
     monkeypatch.setattr(os, "fsync", lambda handle: None)
 
 
 def prepare(path: Path, kind: str, size: int, has_earlier: bool) -> None:
-    """Make a used directory, with or without an earlier save of each kind."""
+    """Make a used directory, optionally with earlier saves."""
     path.mkdir(parents=True)
     (path / "notes").write_text("mine")
     if has_earlier:
@@ -61,7 +61,7 @@ def prepare(path: Path, kind: str, size: int, has_earlier: bool) -> None:
 
 
 def check(path: Path, kind: str, has_earlier: bool) -> float | None:
-    """Check all other files and return the value that readers of ``kind`` see."""
+    """Check all other files; return the value of ``kind``."""
     value = value_of(path, kind)
     assert (path / "notes").read_text() == "mine"
     if has_earlier:
@@ -74,7 +74,7 @@ def check(path: Path, kind: str, has_earlier: bool) -> float | None:
 
 
 def value_of_config(path: Path, kind: str) -> float:
-    """Return the value in the config file next to the weights."""
+    """Return the value in the saved config file."""
     names = {"model": "config.json", "adapters": "adapter_config.json", "state": "model/config.json"}
     value: float = json.loads((path / names[kind]).read_text())["value"]
     return value
@@ -170,7 +170,7 @@ def test_failure_at_any_call_leaves_a_whole_save(
 
 
 class SyncTracker:
-    """Track which files and directories are on disk in their present form."""
+    """Track which files and directories are synced to disk."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.clean: set[int] = set()
@@ -208,7 +208,7 @@ class SyncTracker:
 def test_files_are_synced_before_readers_see_them(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No manifest or index lists a file that a power cut can lose."""
+    """A power cut loses no file that an index lists."""
     path = tmp_path / "saved"
     KINDS[kind](path, 1.0, SHARDS)
     (path / "notes").write_text("mine")

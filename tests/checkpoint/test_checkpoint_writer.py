@@ -1,4 +1,4 @@
-"""Plan checkpoint files and write them: names, sizes and errors."""
+"""Plan and write checkpoint files."""
 
 import os
 from collections.abc import Sequence
@@ -58,7 +58,7 @@ def test_shards_equal_those_of_huggingface_hub(sizes: Sequence[int]) -> None:
 
 @pytest.mark.parametrize(("limit", "expected"), [(100, "abc de f"), (99, "abde c f"), (130, "abdec f")])
 def test_earlier_division_into_files_is_kept(limit: int, expected: str) -> None:
-    """Tensors stay in their earlier files if the size limit allows it."""
+    """Tensors stay in their files if the limit allows it."""
     sizes = {"a": 50, "b": 40, "d": 5, "e": 1, "c": 10, "f": 160}
     before = {"a": 0, "b": 0, "c": 0, "d": 1, "e": 1, "f": 2}
     tensors = [(name, "U8", (size,)) for name, size in sizes.items()]

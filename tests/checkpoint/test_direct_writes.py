@@ -1,4 +1,4 @@
-"""Direct writes (O_DIRECT) take only whole pages and write the same bytes."""
+"""Direct writes (O_DIRECT) take only whole pages."""
 
 import errno
 import fcntl
@@ -45,7 +45,7 @@ def writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Writes:
 
 
 def random_tensors() -> dict[str, torch.Tensor]:
-    """Tensors that start anywhere in a page, small ones between large ones."""
+    """Make tensors that start anywhere in a page."""
     torch.manual_seed(5)
     sizes = {"a": (7, 3), "b": (640, 1001), "c": (129,), "d": (900, 1024), "e": (700, 999)}
     return {name: torch.randn(shape).to(torch.bfloat16) for name, shape in sizes.items()}

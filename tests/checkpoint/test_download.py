@@ -1,4 +1,4 @@
-"""``--download``: huggingface_hub's client with a local hub, and loads without one."""
+"""``--download`` with huggingface_hub's client and a local hub."""
 
 import hashlib
 import http.server
@@ -24,7 +24,7 @@ COMMIT = hashlib.sha1(b"a commit").hexdigest()
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
-    """Serve the part of the hub's protocol that a snapshot download needs."""
+    """Serve the hub's protocol for a snapshot download."""
 
     requests: ClassVar[list[str]] = []
 
@@ -125,7 +125,7 @@ print(float(sum(t.sum() for _, t in zerostart.full_tensors(model))))
 def test_load_fetches_only_files_of_the_index(
     endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No unlisted weights are fetched, and a plan fetches nothing."""
+    """No unlisted weights are fetched; a plan fetches nothing."""
     shard = "model-00001-of-00001.safetensors"
     files = {
         shard: FILES["model.safetensors"],

@@ -1,4 +1,4 @@
-"""Save into a directory with forged, linked or foreign files."""
+"""Save into directories with forged, linked or foreign files."""
 
 import errno
 import json
@@ -44,7 +44,7 @@ def test_malformed_manifests_are_ignored(change: dict[str, Any], tmp_path: Path)
 
 
 def test_linked_files_are_replaced(tmp_path: Path) -> None:
-    """Links as in the hub's cache are replaced, and their targets stay."""
+    """Links like the hub's are replaced; their targets stay."""
     for number, (old, new) in enumerate([(SINGLE, SHARDS), (SHARDS, SINGLE), (SHARDS, SHARDS)]):
         blobs, path = tmp_path / f"blobs-{number}", tmp_path / f"out-{number}"
         save_model(blobs, 1.0, old)
@@ -58,7 +58,6 @@ def test_linked_files_are_replaced(tmp_path: Path) -> None:
 
 
 def test_foreign_state_json_is_kept(tmp_path: Path) -> None:
-    """A script's own state.json is kept and hides no saved model."""
     path = tmp_path / "out"
     path.mkdir()
     (path / "state.json").write_text('{"my": "state"}')
@@ -73,7 +72,7 @@ def test_foreign_state_json_is_kept(tmp_path: Path) -> None:
 
 
 def test_undeletable_old_weights_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The new checkpoint is complete, and the next save removes the named file."""
+    """The new checkpoint is complete; the next save cleans up."""
     path = tmp_path / "out"
     save_model(path, 1.0)
     unlink = Path.unlink

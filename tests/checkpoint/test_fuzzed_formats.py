@@ -1,4 +1,4 @@
-"""Damaged checkpoints are refused quickly, or read like their libraries do.
+"""Damaged checkpoints are refused, or read like their libraries do.
 
 ``ZEROSTART_FUZZED`` is the number of inputs of the long run, and ``ZEROSTART_SEED`` repeats a run.
 """
@@ -25,7 +25,7 @@ def example(name: str) -> Files:
 
 
 def compare_readers(name: str, root: Path) -> str:
-    """Describe a difference to the oracle; "" if none, "-" if refused."""
+    """Describe a difference; "" if none, "-" if refused."""
     started = time.process_time()
     try:
         values = READERS[name](root)

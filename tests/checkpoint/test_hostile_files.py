@@ -1,4 +1,4 @@
-"""Damaged and forged files are refused quickly and by name."""
+"""Damaged and forged files are refused by name."""
 
 import json
 import os
@@ -32,7 +32,7 @@ def error_of(action: Callable[[], Any], message: str, kind: type[ZerostartError]
 
 
 def write_zero3(folder: Path, lengths: tuple[int, ...], **model_states: Any) -> Path:
-    """Write a ZeRO-3 checkpoint whose ranks hold ``lengths`` elements of one weight."""
+    """Write a ZeRO-3 checkpoint with partitions of ``lengths`` elements."""
     shapes: Any = [{"weight": torch.Size([4, 2])}]
     for rank, length in enumerate(lengths):
         states = {

@@ -1,4 +1,4 @@
-"""Forged archives and pickles run no code and need little memory."""
+"""Forged archives and pickles run no code."""
 
 import contextlib
 import io
@@ -148,7 +148,7 @@ def test_archives_that_contradict_their_pickle_are_refused(edit: Any, message: s
 
 
 def view_of(shape: str, strides: str, offset: str) -> bytes:
-    """Build a pickle of one tensor whose numbers are opcodes."""
+    """Build a pickle of one tensor from opcodes."""
     tensor = f"ctorch._utils\n_rebuild_tensor\n(§{offset}{shape}{strides}tR".encode("latin1")
     return b"\x80\x02}X\x01\x00\x00\x00w" + tensor.replace("§".encode("latin1"), STORAGE) + b"s."
 
@@ -188,7 +188,7 @@ def _nested_lists(depth: int) -> list[Any]:
 
 
 def _doubled_tuples(depth: int) -> bytes:
-    """Build a dictionary whose key nests pairs of the same tuple ``depth`` times."""
+    """Build a dictionary with a key of nested tuples."""
     return b"\x80\x02}" + b")" + b"2\x86" * depth + b"Ns."
 
 
@@ -277,7 +277,7 @@ def _text(text: str) -> bytes:
 
 
 def _with_versions(versions: bytes) -> bytes:
-    """Build a state dict with one tensor and the given ``_metadata``."""
+    """Build a state dict with the given ``_metadata``."""
     tensor = b"ctorch._utils\n_rebuild_tensor\n(" + STORAGE + b"K\x00K\x05\x85K\x01\x85tR"
     return b"\x80\x02}" + _text("w") + tensor + b"s}" + _text("_metadata") + versions + b"sb."
 
@@ -300,7 +300,7 @@ def test_deeply_nested_key_is_ignored(bin_file: Path) -> None:
 
 @contextlib.contextmanager
 def _limited_memory() -> Iterator[None]:
-    """Limit the address space to 256 MiB more than now."""
+    """Limit the address space to 256 MiB more."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (1 << 28), hard))

@@ -1,4 +1,4 @@
-"""Load from a mapping of tensors that every rank holds."""
+"""Load from a mapping that every rank holds."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -92,7 +92,7 @@ def differing_names(got: Mapping[str, torch.Tensor], want: Mapping[str, torch.Te
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("engine", ["fsdp2", pytest.param("deepspeed", marks=pytest.mark.slow)])
 def test_load_from_a_mapping_on_every_rank(engine: str, size: int, checkpoints: TinyCheckpoints) -> None:
-    """Covers a registered conversion, tied weights with a cast, and views with a converter."""
+    """Covers conversions, tied weights, casts, views and converters."""
     sources = [checkpoints("qwen3_moe"), checkpoints("qwen3")]
     for differences in run_ranks(load_all, size, engine, sources):
         assert differences == []
@@ -115,7 +115,7 @@ def load_all(engine: str, sources: list[Path]) -> list[str]:
 
 
 def load_views(engine: str) -> list[str]:
-    """Load views of one buffer under other names, in several chunks per read."""
+    """Load renamed views of one buffer in several chunks."""
     expected = large_model().state_dict()
     stored = {f"net.{name}": (t.t().contiguous().t() if t.dim() == 2 else t) for name, t in expected.items()}
 

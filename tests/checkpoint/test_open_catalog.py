@@ -1,4 +1,4 @@
-"""Open a path or hub id as a catalog, or refuse it."""
+"""Open paths and hub ids as catalogs."""
 
 import json
 import subprocess
@@ -150,7 +150,7 @@ def test_tensor_in_two_shards_is_an_error(tmp_path: Path) -> None:
 
 @pytest.fixture
 def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A local hub cache with one sharded model, linked to blobs like the client's."""
+    """Local hub cache with one sharded model."""
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))

@@ -37,7 +37,7 @@ from zerostart.state.saving.writing import open_publication
 
 @contextlib.contextmanager
 def repeat_in_thread(work: Callable[[int], None]) -> Iterator[list[int]]:
-    """Repeat ``work(turn)`` in a thread within the context; yield the number of turns."""
+    """Repeat ``work(turn)`` in a thread; yield the turns."""
     stop, turns = threading.Event(), [0]
 
     def repeat() -> None:
@@ -80,7 +80,7 @@ def test_concurrent_writes_of_others_survive(tmp_path: Path) -> None:
 
 
 def test_foreign_files_keep_their_identity(tmp_path: Path) -> None:
-    """Inodes, modes, setgid bits and times of other files and directories stay."""
+    """Inodes, modes, setgid bits and times stay."""
     path = tmp_path / "out"
     save_model(path, 1.0)
     for name in (
@@ -123,7 +123,7 @@ def test_foreign_files_keep_their_identity(tmp_path: Path) -> None:
 
 
 def test_kinds_share_one_directory(tmp_path: Path) -> None:
-    """Models, adapters and states in one directory do not replace each other."""
+    """Models, adapters and states do not replace each other."""
     path = tmp_path / "out"
     with open_publication(path, ONE_RANK) as publication:
         write(publication, ".", 1.0, SHARDS, "model")
@@ -148,7 +148,7 @@ def test_kinds_share_one_directory(tmp_path: Path) -> None:
 
 
 def test_edited_tokenizer_is_kept(tmp_path: Path) -> None:
-    """Files next to the weights are replaced only if they are unchanged saved ones."""
+    """Only unchanged saved files are replaced."""
     path = tmp_path / "out"
     path.mkdir()
     (path / "tokenizer.json").write_text("the script's own")
@@ -170,7 +170,6 @@ HOSTILE = ["../above.txt", "{0}/above.txt", "a/../../above.txt", "mine.safetenso
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_forged_manifests_are_harmless(kind: str, tmp_path: Path) -> None:
-    """A forged manifest or index makes no save remove or write other files."""
     path = tmp_path / "out"
     path.mkdir()
     (path / "link").symlink_to(tmp_path)
@@ -195,7 +194,7 @@ def test_forged_manifests_are_harmless(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [".zerostart", "model", "second", "model.safetensors", "state.json"])
 def test_links_are_not_followed(name: str, tmp_path: Path) -> None:
-    """A linked file is replaced, a linked directory is an error, and targets stay."""
+    """Linked files are replaced; linked directories are an error."""
     path, outside = tmp_path / "out", tmp_path / "outside"
     path.mkdir()
     outside.mkdir()
@@ -262,7 +261,7 @@ def test_readers_move_no_files_through_links(link: str, tmp_path: Path) -> None:
 def test_readers_finish_a_save_killed_after_its_switch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise readers get new weights with the old config; on read-only media they raise."""
+    """Otherwise readers get new weights with the old config."""
 
     def values() -> tuple[float | None, float]:
         return value_of(path, "model"), json.loads((path / "config.json").read_text())["value"]
@@ -305,7 +304,6 @@ def save_often(folder: Path, count: int) -> None:
 
 @pytest.mark.parametrize(("size", "count"), [(2, 10), pytest.param(4, 300, marks=pytest.mark.slow)])
 def test_processes_save_at_once(size: int, count: int, tmp_path: Path) -> None:
-    """Concurrent saves of all kinds succeed, and the result is whole."""
     run_ranks(save_often, size, tmp_path, count, timeout=400)
     for kind in {kind for kind, _, _ in JOBS[:size]}:
         assert value_of(tmp_path / "out", kind) in [value for k, _, value in JOBS if k == kind]

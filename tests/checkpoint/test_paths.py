@@ -1,4 +1,4 @@
-"""Paths as users write them, in every verb that takes one."""
+"""Paths as users write them."""
 
 from collections.abc import Callable
 from pathlib import Path

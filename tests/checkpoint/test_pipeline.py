@@ -1,4 +1,4 @@
-"""Load one component of a pipeline directory, or refuse an unclear choice."""
+"""Load one component of a pipeline directory."""
 
 import json
 from pathlib import Path

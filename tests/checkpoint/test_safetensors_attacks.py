@@ -1,4 +1,4 @@
-"""Every malformed safetensors header raises a CheckpointError that names the mistake."""
+"""Malformed safetensors headers raise a clear CheckpointError."""
 
 import json
 import resource

@@ -1,4 +1,4 @@
-"""Read files of the safetensors library, and write files that it reads."""
+"""Read and write files like the safetensors library."""
 
 from pathlib import Path
 
@@ -42,7 +42,7 @@ SETTINGS = settings(max_examples=count_examples(80))
 
 
 def random_tensors(specs: dict[str, tuple[torch.dtype, list[int]]]) -> dict[str, torch.Tensor]:
-    """Make tensors of random bytes (0 and 1 for bool)."""
+    """Make tensors of random bytes, or random bits for bool."""
     tensors = {}
     for name, (dtype, shape) in specs.items():
         count = torch.Size(shape).numel() * dtype.itemsize

@@ -1,4 +1,4 @@
-"""One rank reads the headers for all ranks; its error is raised on all."""
+"""One rank reads the headers for all ranks."""
 
 import json
 import sys
@@ -47,7 +47,7 @@ def open_and_list(path: Path) -> tuple[set[str], tuple[str, ...]]:
 
 
 def record_opened_files() -> list[str]:
-    """Return a list that collects the weight files opened from now on."""
+    """Return a list of the weight files opened later."""
     opened: list[str] = []
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
@@ -60,7 +60,7 @@ def record_opened_files() -> list[str]:
 
 @pytest.mark.slow
 def test_each_rank_opens_only_files_that_it_needs(layer_files: Path) -> None:
-    """A rank opens its layer's file and the files sampled for the page cache."""
+    """Others are only sampled for the page cache."""
     opened = run_ranks(load_one_layer, 2, layer_files)
     assert opened[0] == FILES
     assert opened[1] <= SAMPLED_FILES + 1

@@ -1,4 +1,4 @@
-"""Check free space before writing, on the file system of the target."""
+"""Check free space before writing."""
 
 import os
 import shutil
@@ -24,7 +24,7 @@ def load_linear() -> torch.nn.Module:
 
 @pytest.fixture
 def set_free_space(monkeypatch: pytest.MonkeyPatch):
-    """Function that sets the free space reported by the kernel."""
+    """Function that sets the reported free space."""
 
     def use(nbytes: int) -> None:
         status = types.SimpleNamespace(f_bavail=nbytes // KIB, f_frsize=KIB, f_blocks=10**9)

@@ -208,7 +208,7 @@ def test_random_views_equal_those_of_torch_load(tmp_path: Path, data: st.DataObj
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["deepspeed", "fsdp2"])
 def test_model_is_loaded_from_torch_shards(engine: str, checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
-    """Two shards and an index as of old transformers, with some weights stored transposed."""
+    """Like old transformers, with some weights stored transposed."""
     source = checkpoints("qwen3_moe", torch.bfloat16)
     shutil.copy(source / "config.json", tmp_path)
     shards: tuple[dict[str, torch.Tensor], ...] = ({}, {})
@@ -262,7 +262,6 @@ def test_zip64_archives_are_read(torch_file: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("wrapper", [None, "state_dict"])
 def test_module_versions_are_read(tmp_path: Path, wrapper: str | None) -> None:
-    """Module versions that torch saves with a state dict are read."""
     state = torch.nn.Sequential(torch.nn.BatchNorm1d(3)).state_dict()
     torch.save(state if wrapper is None else {wrapper: state, "epoch": 3}, tmp_path / "model.pt")
     catalog = open_catalog(tmp_path / "model.pt")

@@ -1,4 +1,4 @@
-"""accelerate's FSDP2 preparation, which casts to fp32, leaves a loaded model unchanged."""
+"""accelerate's FSDP2 preparation leaves loaded models unchanged."""
 
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Casts on read from every stored dtype equal those of eager torch."""
+"""Casts on read equal those of eager torch."""
 
 from pathlib import Path
 
@@ -37,7 +37,7 @@ def difficult_values(dtype: torch.dtype) -> torch.Tensor:
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes with one NaN for all, whose bits depend on vectorisation."""
+    """Return the bytes, with one bit pattern for NaN."""
     return torch.where(tensor.isnan(), torch.full_like(tensor, float("nan")), tensor).view(torch.uint8)
 
 

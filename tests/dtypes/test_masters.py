@@ -1,4 +1,4 @@
-"""fp32 masters start from the checkpoint's values, not from rounded parameters."""
+"""fp32 masters start from the checkpoint's values."""
 
 import gc
 import os
@@ -65,7 +65,7 @@ def differences(actual: State, expected: State) -> list[str]:
 
 
 def initialize(model: nn.Module, config: dict[str, Any], split: bool = False) -> Any:
-    """Start the engine with AdamW; ``split`` makes two groups in another order."""
+    """Start the engine; ``split`` makes two reordered groups."""
     import deepspeed
 
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -158,7 +158,7 @@ def test_masters_of_converted_tensors_are_not_rounded() -> None:
 
 
 def load_from_mapping(path: Path, state: str) -> Any:
-    """Load from a mapping, delete or change it, and compare the masters."""
+    """Load from a mapping that changes; compare the masters."""
     from transformers import AutoModelForCausalLM
 
     mapping: State = dict(AutoModelForCausalLM.from_pretrained(path, dtype=F32).state_dict())

@@ -1,4 +1,4 @@
-"""Models with some fp32 parameters next to bf16 load and train on both engines."""
+"""Models with mixed dtypes load and train on both engines."""
 
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ def path(checkpoints: TinyCheckpoints) -> Path:
 def train_alone(
     path: Path, ranks: int, origin: State, dtype: torch.dtype = BF16
 ) -> tuple[list[list[float]], State, State]:
-    """Return losses by step and rank, first gradients, and final parameters."""
+    """Return losses, first gradients, and final parameters."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).train()
@@ -207,7 +207,7 @@ def test_fsdp2_trains_with_exact_masters(world_size: int, dtype: torch.dtype, pa
 
 @pytest.mark.slow
 def test_fsdp2_trains_mixed_dtypes_without_a_policy(path: Path) -> None:
-    """Without masters AdamW updates bf16 itself, so only the first step is compared."""
+    """Compares one step, because AdamW updates bf16 itself."""
     stored = expected_of(path, BF16)
     (losses, gradients, _) = train_alone(path, 2, stored)
     for rank, (before, _, (step_losses, grads, _)) in enumerate(

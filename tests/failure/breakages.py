@@ -70,7 +70,7 @@ def change_shape(folder: Path) -> str:
 
 
 def change_expert_shape(folder: Path) -> str:
-    """Double the rows of one expert of a fused parameter."""
+    """Double the rows of one expert."""
     edit_tensor(folder, f"{EXPERTS}.3.up_proj.weight", lambda tensor: tensor.repeat(2, 1))
     return EXPERTS
 
@@ -110,7 +110,7 @@ BREAKAGES: dict[str, Callable[[Path], str]] = {
 
 
 def break_copy(source: Path, root: Path, breakage: str) -> tuple[Path, str]:
-    """Break a copy of a checkpoint; return it and the name for the message."""
+    """Break a copy; return it and the name to report."""
     folder = root / breakage
     shutil.copytree(source, folder)
     return folder, BREAKAGES[breakage](folder)

@@ -1,4 +1,4 @@
-"""A checkpoint that changes during a load is one named error on all ranks."""
+"""Changes during a load are one error on all ranks."""
 
 import threading
 import time
@@ -34,7 +34,7 @@ def weights(value: float) -> dict[str, torch.Tensor]:
 
 
 def write(path: Path, value: float) -> None:
-    """Write a safetensors or torch file whose header does not depend on the value."""
+    """Write a file whose header does not depend on ``value``."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".bin":
         torch.save(weights(value), path)
@@ -43,7 +43,7 @@ def write(path: Path, value: float) -> None:
 
 
 def write_in_place(path: Path) -> None:
-    """Write other weights with the same header into the same file."""
+    """Overwrite the weights and keep the header."""
     new_file = path.parent / "other" / path.name
     write(new_file, 2.0)
     time.sleep(0.02)  # the clock of modification times ticks every few milliseconds
@@ -52,7 +52,7 @@ def write_in_place(path: Path) -> None:
 
 
 def replace_file(path: Path) -> None:
-    """Replace the file; readers of the old one keep reading it."""
+    """Replace the file; open readers keep the old one."""
     new_file = path.parent / "other" / path.name
     write(new_file, 2.0)
     new_file.replace(path)
@@ -92,7 +92,7 @@ def test_written_to_while_it_is_read(engine: str, name: str, tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_replaced_while_it_is_read(tmp_path: Path) -> None:
-    """All ranks have the old file open and read its weights."""
+    """Ranks that opened the old file read its weights."""
     path = tmp_path / "model.safetensors"
     write(path, 1.0)
     for values in run_ranks(load_changed, 2, path, 1, "replaced", "read"):
@@ -100,7 +100,7 @@ def test_replaced_while_it_is_read(tmp_path: Path) -> None:
 
 
 def load_changed(path: Path, victim: int, change: str, moment: str, engine: str = "fsdp2") -> set[float]:
-    """Change the file before the victim opens it or while all ranks read."""
+    """Load, and change the file before or during reading."""
     world = current_world()
     changed = False
     open_file, read = FileReader._descriptor, FileReader.read

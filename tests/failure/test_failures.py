@@ -1,4 +1,4 @@
-"""Any failure of one rank is the same error on all ranks within 30 s."""
+"""Failures of one rank are one error on all."""
 
 import errno
 import json
@@ -41,7 +41,7 @@ def source(checkpoints: TinyCheckpoints) -> Path:
 def check_same_error(
     outcomes: Sequence[Outcome], kind: type[errors.ZerostartError], *words: str, exact: bool = True
 ) -> str:
-    """Check that all ranks raised ``kind`` with the same text; return the text."""
+    """Check that all ranks raised one text; return it."""
     report = "\n".join(outcome.describe() for outcome in outcomes)
     name = f"{kind.__module__}.{kind.__qualname__}"
     for outcome in outcomes:
@@ -133,7 +133,7 @@ def load_broken_then_whole(broken: Path, whole: Path) -> None:
 
 
 def load_with_fault(path: Path, engine: str, victim: int, fault: str) -> None:
-    """Replace the victim's positioned reads by a fault, and load."""
+    """Load while the victim's reads are faulty."""
     if dist.get_rank() == victim:
         os.preadv = FAULTS[fault]
     zerostart.load(path, engine=engine, progress=False)

@@ -1,4 +1,4 @@
-"""Unsupported settings and meshes are refused by name with a remedy."""
+"""Unsupported settings and meshes are refused with a remedy."""
 
 import re
 from pathlib import Path

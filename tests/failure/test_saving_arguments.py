@@ -1,4 +1,4 @@
-"""Saves and loads with different arguments on ranks are one error and write nothing."""
+"""Saves with different arguments on ranks write nothing."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +28,7 @@ def _load_model() -> Any:
 
 
 def call_differently(folder: Path) -> dict[str, str]:
-    """Return the error of each call whose arguments differ between the ranks."""
+    """Return the errors of calls with different arguments."""
     rank, model = dist.get_rank(), _load_model()
     model[0].bias.requires_grad_(False)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])

@@ -1,4 +1,4 @@
-"""Unsupported sequence parallelism is refused on all ranks before weights are read."""
+"""Unsupported sequence parallelism is refused on all ranks."""
 
 import re
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Regions of strided copies, compared with addresses counted one by one."""
+"""Regions of strided copies address the same elements."""
 
 from itertools import product
 from math import prod

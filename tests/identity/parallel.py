@@ -1,4 +1,4 @@
-"""Train with expert or tensor parallelism on either engine, and record a trace."""
+"""Train with expert or tensor parallelism, and record a trace."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -157,7 +157,7 @@ class Training:
 
 
 def train(path: Path, layout: Layout, second: Layout | None, folder: Path | None, parts: str = "") -> Trace:
-    """Train five steps, the last three in layout ``second``, and save into ``folder``."""
+    """Train five steps, the last three in layout ``second``."""
     trace, training = Trace(), Training(path, layout, parts)
     for number, batch in enumerate(batches(1)):
         if second is not None and folder is not None and number == 2:
@@ -175,7 +175,7 @@ def train(path: Path, layout: Layout, second: Layout | None, folder: Path | None
 
 
 def choose_parts(model: Any, parts: str) -> Any:
-    """Leave only ``parts`` trained: "adapters", "experts", "dense", or "" for everything."""
+    """Train only "adapters", "experts", "dense", or "" for everything."""
     if parts == "adapters":
         from peft import LoraConfig, get_peft_model
 
@@ -189,7 +189,7 @@ def choose_parts(model: Any, parts: str) -> Any:
 
 
 def gather_gradients(model: nn.Module, experts: int) -> dict[str, torch.Tensor]:
-    """Return whole gradients by DeepSpeed's functions, with experts joined by torch."""
+    """Gather gradients by DeepSpeed's functions, experts by torch."""
     from deepspeed.utils import groups
 
     by_name = {}
@@ -209,7 +209,7 @@ def full_tensor(gradient: torch.Tensor | None) -> torch.Tensor:
 
 
 def clip_gradients(model: nn.Module) -> float:
-    """Clip as accelerate does: join the norms of all meshes."""
+    """Clip by one norm over all meshes, as accelerate does."""
     meshes: dict[object, list[nn.Parameter]] = {}
     for parameter in model.parameters():
         if parameter.grad is not None:

@@ -1,4 +1,4 @@
-"""Record an unsharded model, and compare a sharded model with it bit for bit.
+"""Record unsharded models and compare sharded ones with them.
 
 The values of a sharded model are read twice: by zerostart's `full_tensors`, and by the engine's own gather
 as an independent expectation.
@@ -16,7 +16,7 @@ from torch import nn
 
 @dataclass
 class Snapshot:
-    """Everything that a load has to reproduce, by state-dict name or dotted path."""
+    """Everything that a load has to reproduce."""
 
     state: dict[str, torch.Tensor]  # parameters and persistent buffers, tied duplicates included
     unsaved: dict[str, torch.Tensor]  # non-persistent buffers
@@ -44,7 +44,7 @@ class Snapshot:
 
 
 def pretrained(path: Path, dtype: torch.dtype | None, class_name: str | None = None) -> nn.Module:
-    """Load the unsharded model with transformers, by the class in the config."""
+    """Load the unsharded model with transformers."""
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(path)
@@ -77,7 +77,7 @@ def differences(model: nn.Module, reference: Snapshot, engine: str, stage: int =
 
 
 def engine_state(model: nn.Module, engine: str) -> dict[str, torch.Tensor]:
-    """Return the whole state dict by the engine's own gather; collective."""
+    """Gather the whole state dict by the engine; collective."""
     whole: dict[str, torch.Tensor] = {}
     unsaved = _unsaved(model)
     for name, parameter in model.named_parameters(remove_duplicate=False):

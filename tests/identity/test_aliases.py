@@ -51,7 +51,7 @@ class Model(nn.Module):
 
 
 def wrong_aliases(model: Any) -> list[str]:
-    """Return the containers that do not hold the module's tensor."""
+    """Return containers without the module's tensor."""
     layer, weights = model.layer, list(model.parameters())
     pairs = [
         (layer.items[0], layer.weight),
@@ -70,7 +70,7 @@ def wrong_aliases(model: Any) -> list[str]:
 
 
 def train(state: dict[str, torch.Tensor], engine: str, zero_stage: int, x: torch.Tensor) -> Any:
-    """Return wrong aliases at any time, the output, and the gradients."""
+    """Return wrong aliases, the output, and the gradients."""
     model: Any = zerostart.load(state, Model, engine=engine, zero_stage=zero_stage, progress=False).train()
     errors = wrong_aliases(model)
     if engine == "fsdp2":
@@ -115,7 +115,7 @@ def test_training_uses_aliased_tensors(engine: str, zero_stage: int) -> None:
 
 
 class Cached(nn.Linear):
-    """Caches its transposed weight, which an engine cannot keep up to date."""
+    """Caches its transposed weight, which engines cannot update."""
 
     def __init__(self) -> None:
         super().__init__(3, 4)
@@ -138,7 +138,7 @@ def test_view_of_a_parameter_is_refused_by_name(engine: str, zero_stage: int) ->
 
 # A checkpoint with both names of a tied pair is loaded like by transformers.
 def write_with_head(checkpoints: TinyCheckpoints, out: Path, change: float) -> Path:
-    """Copy the tied tiny Qwen3 with a separate head whose last element is changed."""
+    """Write the tied Qwen3 with a separate, changed head."""
     source = checkpoints("qwen3")
     out.mkdir()
     tensors: dict[str, torch.Tensor] = {}

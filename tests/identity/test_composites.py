@@ -1,4 +1,4 @@
-"""Several loads in one module on one engine: loaded encoder, fresh decoder, existing adapter.
+"""Several loads form one module on one engine.
 
 The expectation is the same module, unsharded, trained by torch.
 """
@@ -58,7 +58,7 @@ def load_composite(engine: str, stage: int) -> Composite:
 
 
 def start_engine(model: nn.Module, engine: str, stage: int) -> tuple[Any, Any]:
-    """Return the model or engine to call, and the optimizer."""
+    """Return what to call, and the optimizer."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     if engine == "deepspeed":
         import deepspeed
@@ -104,7 +104,7 @@ def differing_names(model: Any, expected: nn.Module) -> list[str]:
 
 
 def storages(model: nn.Module) -> dict[str, int]:
-    """Return the storage address of each loaded partition or whole parameter."""
+    """Return the storage address of each loaded tensor."""
     tensors = {n: getattr(p, "ds_tensor", p) for n, p in model.named_parameters() if n != "shift"}
     return {name: t.untyped_storage().data_ptr() for name, t in tensors.items() if t.numel()}
 

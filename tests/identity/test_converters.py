@@ -1,4 +1,4 @@
-"""Converters of the caller that compute, with files and mappings as sources."""
+"""Converters that compute, with files and mappings."""
 
 import threading
 from collections import OrderedDict
@@ -28,7 +28,7 @@ class Small(nn.Module):
 
 
 def converter(state: dict[str, torch.Tensor]) -> OrderedDict[str, torch.Tensor]:
-    """Pop, drop, iterate, rename, fuse, write in place and compute."""
+    """Convert with all kinds of dictionary and tensor operations."""
     out: OrderedDict[str, torch.Tensor] = OrderedDict()
     state.pop("unwanted", None)
     heads = 4

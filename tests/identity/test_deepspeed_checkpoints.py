@@ -1,4 +1,4 @@
-"""DeepSpeed saves and resumes zerostart's models like stock ones, bit for bit.
+"""DeepSpeed saves and resumes zerostart's models like stock ones.
 
 Each case trains two steps from either start and saves in every way. A third step follows, and again after
 each checkpoint was loaded into a new engine of the other start.
@@ -115,7 +115,7 @@ def differences(moment: str, actual: State, expected: State) -> list[str]:
 
 
 def train_and_save(path: Path, root: Path, case: Case) -> tuple[list[str], State]:
-    """Train and save from both starts; return the differences and the last state."""
+    """Save from both starts; return differences and last state."""
     states, after = {}, {}
     for start in STARTS:
         engine = start_engine(path, case, start)
@@ -132,7 +132,7 @@ def train_and_save(path: Path, root: Path, case: Case) -> tuple[list[str], State
 
 
 def resume(path: Path, folder: Path, case: Case, start: str) -> State:
-    """Load a checkpoint into a new engine and return the state after a step."""
+    """Load into a new engine; return the next step's state."""
     engine = start_engine(path, case, start)
     loaded_path, client = engine.load_checkpoint(str(folder), tag="two")
     assert loaded_path is not None

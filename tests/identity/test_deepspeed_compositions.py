@@ -153,7 +153,7 @@ def nvme_config(folder: Path, elements: int) -> dict[str, Any]:
 def test_impossible_swapping_is_refused(
     compiled: bool, message: str, checkpoints: TinyCheckpoints, tmp_path: Path
 ) -> None:
-    """The partition exceeds a swap buffer, or libaio is not installed."""
+    """Too small swap buffers, or libaio is not installed."""
     path = checkpoints("qwen3_wide")
     for outcome in rank_outcomes(load_swapped, 2, path, nvme_config(tmp_path, 2**18), compiled):
         assert outcome.error == "zerostart.errors.EngineError"
@@ -167,7 +167,7 @@ def load_swapped(path: Path, config: dict[str, Any], compiled: bool) -> None:
 
 
 def compare(model: nn.Module, reference: Path) -> None:
-    """Compare the parameters, gathered by DeepSpeed and by zerostart, with the unsharded load."""
+    """Compare gathered parameters with the unsharded load."""
     expected = torch.load(reference)
     for name, whole in gather_all(model):
         assert same_bits(whole, expected[name]), name

@@ -124,7 +124,7 @@ def configuration(
 
 
 def train_and_measure(model: nn.Module, config: dict[str, Any], path: Path) -> list[float]:
-    """Return counts of swapped partitions and sub-groups, losses, norms and weight sums."""
+    """Return swapped counts, losses, norms and weight sums."""
     import deepspeed
 
     dtype = torch.bfloat16 if config["bf16"]["enabled"] else torch.float32

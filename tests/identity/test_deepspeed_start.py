@@ -1,4 +1,4 @@
-"""``deepspeed.initialize`` on a load gives the same values in less memory.
+"""``deepspeed.initialize`` on a load needs less memory.
 
 The expectation is DeepSpeed without zerostart's override.
 """
@@ -65,7 +65,7 @@ def start_both_ways(path: Path, config: dict[str, Any], groups: str) -> list[tup
 
 
 def start_and_train(path: Path, config: dict[str, Any], groups: str) -> tuple[Any, bool]:
-    """Return masters, partitions, losses and norms, and True if partitions stay in place."""
+    """Return values, and True if partitions stay in place."""
     import deepspeed
 
     model: Any = zerostart.load(path, engine_config=config, progress=False)
@@ -110,7 +110,7 @@ BYTES_PER_ELEMENT = {"accelerator": 2 + 4 + 2, "offload-param": 2 + 4 + 2, "offl
 @pytest.mark.slow
 @pytest.mark.parametrize("placement", BYTES_PER_ELEMENT)
 def test_initialize_needs_only_the_memory_it_keeps(placement: str, tmp_path: Path) -> None:
-    """Gradients are accumulated in bf16, because fp32 ones would hide a second master."""
+    """fp32 gradients would hide a second master."""
     path = tmp_path / "model.safetensors"
     names = [f"{number}.weight" for number in range(LAYERS)]
     save_file({name: torch.randn(SIDE, SIDE).bfloat16() for name in names}, path)
@@ -123,7 +123,7 @@ def test_initialize_needs_only_the_memory_it_keeps(placement: str, tmp_path: Pat
 
 
 def measure_initialize(path: Path, config: dict[str, Any]) -> tuple[int, int]:
-    """Return peak and final anonymous bytes above the level before the load."""
+    """Return peak and final growth of anonymous bytes."""
     initialize(nn.Sequential(nn.Linear(8, 8, bias=False, dtype=torch.bfloat16)), config)  # imports, groups
     before = anonymous_bytes()
     with PeakMeter(torch.device("cpu")) as meter:
@@ -137,7 +137,7 @@ def measure_initialize(path: Path, config: dict[str, Any]) -> tuple[int, int]:
 
 
 def initialize(model: nn.Module, config: dict[str, Any]) -> Any:
-    """Start the engine with two parameter groups in another order than the model's."""
+    """Start the engine with two reordered parameter groups."""
     import deepspeed
 
     halves = [list(model.parameters())[1::2], list(model.parameters())[::2]]

@@ -1,4 +1,4 @@
-"""Diffusers models on several ranks equal diffusers' own load: files, pipelines, components."""
+"""Loads of diffusers models equal diffusers' own."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ Sources = dict[str, tuple[Path, str | None, Path]]
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Sources:
-    """Source, class to pass as ``model``, and expected snapshot of each case."""
+    """Source, class, and expected snapshot of each case."""
     root = tmp_path_factory.mktemp("diffusion")
     wan = write_original(family("wan"), root / "wan", torch.float32)
     qwen = write_original(family("qwen_image"), root / "qwen", torch.float32)
@@ -68,7 +68,7 @@ def test_dtype_is_applied_like_by_from_pretrained(dtype: torch.dtype, sources: S
 
 
 def test_variant_is_found(sources: Sources, tmp_path: Path) -> None:
-    """``save_pretrained(variant=...)`` inserts its name into those of files and index."""
+    """Files and index have the variant's name."""
     source = sources["pipeline"][0] / "transformer"
     model = diffusers.WanTransformer3DModel.from_pretrained(source, torch_dtype=torch.bfloat16)
     model.save_pretrained(tmp_path / "one", variant="bf16")
@@ -83,7 +83,7 @@ def test_variant_is_found(sources: Sources, tmp_path: Path) -> None:
 
 
 def test_tensor_names_of_old_releases(tmp_path: Path) -> None:
-    """diffusers renames the attention tensors of VAEs that old releases saved."""
+    """diffusers renames the attention tensors of old VAEs."""
     from safetensors.torch import load_file, save_file
 
     model = write_original(family("flux_vae"), tmp_path / "new", torch.float32)

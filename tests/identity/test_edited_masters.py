@@ -1,4 +1,4 @@
-"""Editing a few elements updates only their fp32 masters, at every stage."""
+"""Edits update the masters of the edited elements only."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -64,7 +64,7 @@ def parameter_groups(model: nn.Module, kind: str) -> Any:
 
 
 def halves(model: nn.Module) -> State:
-    """Return the parameters that the engine computes with; experts as on this rank."""
+    """Return the parameters that the engine computes with."""
     import deepspeed
 
     tensors = {}
@@ -78,7 +78,7 @@ def halves(model: nn.Module) -> State:
 
 
 def read_masters(engine: Any) -> State:
-    """Return the values that DeepSpeed steps; without a master, the parameter."""
+    """Return masters, or parameters that have none."""
     from deepspeed.utils import safe_get_full_fp32_param
 
     tensors = {}
@@ -107,7 +107,7 @@ def step(engine: Any, seed: int) -> None:
 
 
 def edit(model: nn.Module, names: list[str]) -> Iterator[str]:
-    """Change every seventh element on the last rank; yield tensors with a wrong result."""
+    """Change every seventh element; yield wrong results."""
     last = dist.get_world_size() - 1
     for name in names:
         with zerostart.gathered(model, name, modifier_rank=last) as tensor:
@@ -121,7 +121,7 @@ def edit(model: nn.Module, names: list[str]) -> Iterator[str]:
 
 
 def check_masters(before: State, low: State, after: State, changed: State) -> Iterator[str]:
-    """Yield tensors whose masters do not follow the edit, or change without one."""
+    """Yield tensors whose masters do not follow the edit."""
     for name, master in after.items():
         expected = torch.where(low[name] == changed[name], before[name], changed[name].to(before[name].dtype))
         if not torch.equal(master, expected):
@@ -129,7 +129,7 @@ def check_masters(before: State, low: State, after: State, changed: State) -> It
 
 
 def part_of(whole: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of ``whole``: everything, or its experts."""
+    """Return this rank's experts, or all of ``whole``."""
     if whole.shape == local.shape:
         return whole
     return whole[dist.get_rank() * local.shape[0] :][: local.shape[0]]

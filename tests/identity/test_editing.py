@@ -1,4 +1,4 @@
-"""Read and change one whole parameter; the engine trains with the written values."""
+"""Read and change one whole parameter."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -83,7 +83,7 @@ def test_undeclared_change_is_an_error_on_all_ranks(view: str, tmp_path: Path) -
 
 
 def change_shape_or_dtype() -> dict[str, Any]:
-    """Return the error of each change of form; transposing a square tensor is allowed."""
+    """Return the errors of forbidden changes."""
     messages: dict[str, Any] = {}
     square = torch.arange(36.0).view(6, 6)
     source = {"square": square, "weight": torch.arange(48.0).view(8, 6)}
@@ -134,7 +134,7 @@ def test_change_of_shape_or_dtype_is_an_error() -> None:
 
 
 def call_differently(stage: int) -> list[str]:
-    """Pass different arguments on the ranks, each valid by itself."""
+    """Pass different, valid arguments on the ranks."""
     rank, messages = dist.get_rank(), []
     source = {"square": torch.arange(36.0).view(6, 6), "weight": torch.arange(48.0).view(8, 6)}
     model = zerostart.load(source, model=Squares, engine="fsdp2", zero_stage=stage, progress=False)

@@ -1,4 +1,4 @@
-"""Reading own slices, or reading once and exchanging, gives the same bits."""
+"""Exchanged reads give the same bits as own reads."""
 
 import errno
 import os
@@ -54,7 +54,7 @@ def load(path: Path, options: dict[str, Any], kind: Any = None) -> tuple[dict[st
 
 
 class Plain(nn.Module):
-    """Unevenly divisible parameters, and buffers on every rank, one larger than a message."""
+    """Uneven parameters, and a buffer larger than a message."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ def test_replicated_buffers(engine: str, world: int, memory_limit: int | None, p
 @pytest.mark.slow
 @pytest.mark.parametrize("exchange", [True, False])
 def test_replicas_of_shards(exchange: bool, checkpoints: TinyCheckpoints) -> None:
-    """Two copies in two shards each: half of each copy comes from another rank."""
+    """Half of each copy comes from another rank."""
     path = checkpoints("qwen3_moe", sharded=True)
     from transformers import AutoModelForCausalLM
 
@@ -134,7 +134,7 @@ def test_read_error_is_raised_on_all_ranks(victim: int, plain: Path) -> None:
 
 
 def load_with_fault(path: Path, victim: int) -> None:
-    """Make the third read fail; the group must still work afterwards."""
+    """Make the third read fail; the group must survive."""
     count = 0
     read = FileReader.read
 
@@ -163,7 +163,7 @@ def load_with_fault(path: Path, victim: int) -> None:
 
 @pytest.mark.slow
 def test_exchange_within_the_memory_limit(tmp_path: Path) -> None:
-    """Load a replicated 48 MiB table through 4 MiB of buffers."""
+    """Load 48 MiB through 4 MiB of buffers."""
     path = tmp_path / "model.safetensors"
     save_file({"table": torch.ones(12, MiB)}, path)
     for peak in run_ranks(load_measured, 3, path):

@@ -1,4 +1,4 @@
-"""``load(None, model=...)``: existing modules, and models that start without a checkpoint.
+"""``load(None, model=...)``: existing modules and fresh models.
 
 The expectation is the module itself, or an unsharded one after the same ``torch.manual_seed``.
 """
@@ -48,7 +48,7 @@ class Unusual(nn.Module):
 
 
 def factory(kind: str, **changes: Any) -> Callable[[], nn.Module]:
-    """Return a function that builds and initialises a tiny transformers model."""
+    """Return a function that builds a tiny transformers model."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     name, sizes = TINY[kind]
@@ -56,7 +56,7 @@ def factory(kind: str, **changes: Any) -> Callable[[], nn.Module]:
 
 
 def build_seeded(make: Callable[[], nn.Module]) -> tuple[nn.Module, torch.Tensor]:
-    """Return the unsharded model, and the state of the generator after it."""
+    """Return the unsharded model and the generator's state."""
     torch.manual_seed(SEED)
     return make(), torch.get_rng_state()
 
@@ -139,7 +139,7 @@ def test_fresh_models_with_parallel_experts_and_tensors() -> None:
 
 
 def refuse() -> list[str]:
-    """Collect the errors on this rank; the given module keeps its values."""
+    """Return errors; the given module keeps its values."""
     rank = dist.get_rank()
     messages = []
     whole, _ = build_seeded(Unusual)

@@ -1,4 +1,4 @@
-"""Every placement of FSDP2 loads, plans, gathers and trains like torch's ``fully_shard``."""
+"""Placements of FSDP2 work like torch's ``fully_shard``."""
 
 import copy
 import itertools
@@ -24,7 +24,7 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 
 
 def widest_dimension(parameter: nn.Parameter) -> Shard | None:
-    """Shard experts along dimension 1 and matrices along an even last dimension."""
+    """Shard experts and even matrices along inner dimensions."""
     if parameter.dim() == 3:
         return Shard(1)
     if parameter.dim() == 2 and parameter.shape[-1] % 2 == 0:
@@ -33,7 +33,7 @@ def widest_dimension(parameter: nn.Parameter) -> Shard | None:
 
 
 def interleaved_mesh() -> Any:
-    """Make a mesh with replicas of a shard on neighbouring ranks."""
+    """Make a mesh with replicas on neighbouring ranks."""
     from torch.distributed.device_mesh import DeviceMesh
 
     ranks = torch.arange(dist.get_world_size()).view(-1, 2).t().contiguous()
@@ -99,7 +99,7 @@ def test_combinations_train_like_fully_shard(replicas: int, path: Path, referenc
 
 
 def compare_all(replicas: int, path: Path, reference: Path) -> dict[str, tuple[Any, Any, int, int]]:
-    """Compare every set of two or more options, and single ones with replicas."""
+    """Compare all combinations of options."""
     results = {}
     for count in range(2 if replicas == 1 else 1, len(COMBINED_OPTIONS) + 1):
         for names in itertools.combinations(COMBINED_OPTIONS, count):
@@ -115,7 +115,7 @@ def compare(placement: str, path: Path, reference: Path) -> tuple[Any, Any, int,
 
 
 def compare_with(config: dict[str, Any], path: Path, reference: Path) -> tuple[Any, Any, int, int]:
-    """Return two steps of both models, and bytes planned and read."""
+    """Return two steps of both models, and bytes."""
     from transformers import AutoModelForCausalLM
 
     model = zerostart.load(path, engine="fsdp2", engine_config=config, progress=False)
@@ -138,7 +138,7 @@ def compare_with(config: dict[str, Any], path: Path, reference: Path) -> tuple[A
 
 
 def shard_by_torch(stock: nn.Module, ours: nn.Module, config: dict[str, Any]) -> None:
-    """Wrap the modules that are units in ``ours``, innermost first."""
+    """Wrap the units of ``ours``, innermost first."""
     options = {k: v for k, v in config.items() if k not in ("mesh", "replicate", "wrap")}
     size = dist.get_world_size()
     if "replicate" in config:

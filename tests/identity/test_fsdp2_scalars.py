@@ -1,4 +1,4 @@
-"""FSDP2 keeps scalar parameters whole and frozen, and refuses to train them."""
+"""FSDP2 keeps scalar parameters whole and frozen."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ WIDTH = 6
 
 
 class Scaled(nn.Module):
-    """Scalar parameters of the model, of its blocks, and of a module without others."""
+    """Model with scalar parameters in several modules."""
 
     def __init__(self) -> None:
         super().__init__()

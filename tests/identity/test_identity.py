@@ -1,4 +1,4 @@
-"""A sharded load equals transformers' unsharded load of the same files, bit for bit."""
+"""Sharded loads equal transformers' unsharded loads."""
 
 import json
 import traceback
@@ -20,7 +20,7 @@ from tests.tiny import TinyCheckpoints
 
 @dataclass(frozen=True)
 class Case:
-    """One checkpoint: kind, stored dtype, requested dtype, one file or several."""
+    """One checkpoint, and how to load it."""
 
     kind: str
     stored: torch.dtype
@@ -57,7 +57,7 @@ RUNS = [
 
 @dataclass(frozen=True)
 class Task:
-    """A case for the ranks, with paths instead of tensors because it is pickled."""
+    """A picklable case: paths instead of tensors."""
 
     name: str
     path: Path
@@ -88,7 +88,7 @@ Differences = list[dict[str, list[str]]]
 
 @pytest.fixture(scope="module")
 def differences_by_run() -> dict[tuple[str, int, bool], Differences]:
-    """Cached differences by engine, world size and suite, to use one group of ranks."""
+    """Cached differences by engine, world size and suite."""
     return {}
 
 
@@ -110,7 +110,6 @@ def test_identical_to_the_unsharded_load(
 
 
 def test_references_have_their_special_properties(tasks: list[Task]) -> None:
-    """The cases have the properties for which they were chosen."""
     references = {task.name: torch.load(task.reference, weights_only=False) for task in tasks}
     assert references["qwen3-tied"].ties == [["lm_head.weight", "model.embed_tokens.weight"]]
     assert references["minilm"].unsaved.keys() >= {"embeddings.position_ids"}
@@ -122,7 +121,7 @@ def test_references_have_their_special_properties(tasks: list[Task]) -> None:
 
 
 def compare_all(engine: str, tasks: list[Task]) -> dict[str, list[str]]:
-    """Load every case on this rank; list its differences or its traceback."""
+    """Load every case; list differences or a traceback."""
     lines: dict[str, list[str]] = {}
     name, stage = ENGINES[engine]
     for task in tasks:
@@ -142,7 +141,7 @@ def compare_all(engine: str, tasks: list[Task]) -> dict[str, list[str]]:
 
 
 def test_partial_blocks_at_the_edge_of_a_weight(tmp_path: Path) -> None:
-    """DeepSeek-V3 has such blocks, which transformers refuses; the formula is the model's."""
+    """Transformers refuses such blocks of DeepSeek-V3."""
     path = deepseek_v3_fp8(tmp_path / "partial", (32, 32), DEEPSEEK)
     stored: dict[str, torch.Tensor] = {}
     for file in path.glob("*.safetensors"):

@@ -15,7 +15,7 @@ HIDDEN, EXPERTS = 8, 4
 
 
 class Mixture(nn.Module):
-    """Route each token through one expert; the other experts do not run."""
+    """Route each token through one expert."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ def leaf_config(**zero: Any) -> dict[str, Any]:
 
 
 def train_on_ranks(weights: dict[str, torch.Tensor], case: str) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """Return the final weights, and the names of the leaves."""
+    """Return the final weights and the leaves' names."""
     import deepspeed
 
     sections: dict[str, dict[str, Any]] = {

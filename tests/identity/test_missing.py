@@ -1,4 +1,4 @@
-"""Missing tensors are initialised like in the unsharded model, and buffers and ties agree."""
+"""Missing tensors are initialised like in unsharded loads."""
 
 import re
 from collections.abc import Mapping
@@ -63,7 +63,7 @@ def write_incomplete(kind: str, folder: Path) -> Path:
 
 
 def compare(path: Path, cases: list[str]) -> list[str]:
-    """List the differences to transformers' load after the same seed."""
+    """List differences to transformers after the same seed."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(SEED)

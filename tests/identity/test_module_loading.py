@@ -1,4 +1,4 @@
-"""Plain modules load like by ``load_state_dict``: hooks, versions, ties, shared buffers."""
+"""Plain modules load like by ``load_state_dict``."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -21,7 +21,7 @@ def tensor(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 class Renaming(nn.Module):
-    """Reads the names and row order of an older version."""
+    """Reads names and row order of an older version."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Versioned(nn.Module):
 
 
 class Hooked(nn.Module):
-    """Fuses two tensors while loading; its table may be missing."""
+    """Fuses two tensors; its table may be missing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ class Tied(nn.Module):
 
 
 class Sharing(nn.Module):
-    """Two modules share a buffer, persistent in the second only."""
+    """Two modules share a buffer."""
 
     def __init__(self, persistent: bool = False) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ class BothPersistent(Sharing):
 
 
 class Views(nn.Module):
-    """Buffers and an attribute that view the memory of another buffer."""
+    """Buffers and an attribute that share memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -256,7 +256,7 @@ def load_cases(folder: Path) -> list[str]:
 
 
 def load_cases_on(engine: str, zero_stage: int, folder: Path) -> list[str]:
-    """Compare each case, from a mapping and a file, with torch; list the differences."""
+    """Load each case twice; list differences to torch."""
     differences = []
     for case, (make, state) in CASES.items():
         expected = make()

@@ -1,4 +1,4 @@
-"""Expert and tensor parallelism load, train, save and resume like one process."""
+"""Expert and tensor parallelism work like one process."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -31,7 +31,7 @@ FSDP2 = partial(Layout, "fsdp2")
 
 @dataclass(frozen=True)
 class Case:
-    """One training: model, ranks and layouts; ``then`` is the layout after two steps."""
+    """One training; ``then`` is the layout after two steps."""
 
     kind: str
     world: int
@@ -159,7 +159,7 @@ def pretrained(path: Path, parts: str = "") -> nn.Module:
 def test_each_rank_holds_its_own_experts(
     kind: str, count: int, ranks: int, engine: str, stage: int, folder: Path
 ) -> None:
-    """Covers transformers' issue 45548 (32 experts on 4 ranks) and uneven numbers."""
+    """Covers transformers' issue 45548 and uneven numbers."""
     name = "num_experts" if kind == "qwen3_moe" else "num_local_experts"
     path = checkpoint(kind, folder, **{name: count})
     stock = pretrained(path).state_dict()
@@ -182,7 +182,7 @@ def test_each_rank_holds_its_own_experts(
 def load_experts(
     path: Path, engine: str, stage: int
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], int]:
-    """Return this rank's experts, the whole tensors, and the bytes read."""
+    """Return local experts, whole tensors, and bytes read."""
     options: dict[str, Any] = {"engine": engine, "zero_stage": stage, "progress": False}
     model = zerostart.load(path, expert_parallel=dist.get_world_size(), **options)
     experts = {n: p for n, p in model.named_parameters() if ".experts." in n}
@@ -198,7 +198,7 @@ def load_experts(
 
 
 def test_plan_reads_only_this_ranks_part(tmp_path: Path) -> None:
-    """Rows are longer than a gap that is read through."""
+    """Rows are longer than a tolerated gap."""
     sizes: dict[str, Any] = {"hidden_size": 1024, "head_dim": 512, "num_hidden_layers": 1}
     path = checkpoint("mixtral", tmp_path, **sizes)
     experts = 8 * 3 * 8 * 1024 * 4
@@ -237,7 +237,7 @@ def test_deepspeed_checkpoint_keeps_experts_under_enable(stage: int, tmp_path: P
 
 
 def save_as_deepspeed(path: Path, out: Path, stage: int) -> list[str]:
-    """Save and resume under `enable`, refused otherwise; list the weights that differ."""
+    """Save and resume under `enable`; list different weights."""
     import deepspeed
     from transformers import AutoModelForCausalLM
 

@@ -1,4 +1,4 @@
-"""Partial edits right after a load give the result of a single process."""
+"""Partial edits of a load work like in one process."""
 
 import copy
 import io
@@ -141,7 +141,7 @@ EDITS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 def edit_all(model: nn.Module) -> dict[str, str]:
-    """Apply each edit to its weight; return the errors by edit."""
+    """Apply each edit to its weight; return errors."""
     errors = {}
     for layer, (name, edit) in zip(model.layers, EDITS.items(), strict=True):
         torch.manual_seed(7)
@@ -171,7 +171,7 @@ def test_partial_edits_reach_the_shards() -> None:
 
 
 def edit_around_gathered() -> list[str]:
-    """Edit after ``gathered`` and use foreign tensors before the first forward."""
+    """Edit after ``gathered``, and use foreign tensors."""
     model = zerostart.load(Model().state_dict(), model=Model, engine="fsdp2", progress=False)
     rows = model.head.weight[2:10]
     with zerostart.gathered(model, "head.weight", modifier_rank=0) as tensor:
@@ -233,7 +233,7 @@ def test_edits_of_placeholders_are_refused() -> None:
 
 
 def edit_then_initialize() -> None:
-    """Edit as the message says and start the engine; parameters are torch's own again."""
+    """Edit as the message says, then start the engine."""
     import deepspeed
 
     original = Model()

@@ -1,4 +1,4 @@
-"""Sequence parallelism trains like one process with the whole batch."""
+"""Sequence parallelism trains like one process."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""FSDP2, DDP and DeepSpeed at ZeRO stages 0 to 2 train like one process."""
+"""ZeRO stages 0 to 2 train like one process."""
 
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,7 @@ def train(path: Path, stage: int, exchange: bool) -> tuple[Trace, list[str]]:
 
 
 def wrong_states(have: dict[str, Any], stage: int, last: bool) -> list[str]:
-    """Blocks stay gathered after forward below stage 3; after backward only at stage 1."""
+    """List blocks that are gathered or sharded at wrong times."""
     want = {"forward": {stage == 3}, "backward": {stage != 1 or last}}
     return [
         f"{when} of stage {stage}, last={last}: {have[when]}" for when in want if have[when] != want[when]

@@ -1,4 +1,4 @@
-"""A loaded model trains on DeepSpeed like one of the stock route."""
+"""A loaded model trains like one of the stock route."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,7 +49,7 @@ def test_deepspeed_losses_equal_those_of_the_stock_route(
 
 
 def batches(vocabulary: int, ranks: int) -> Iterator[torch.Tensor]:
-    """Token ids [ranks, BATCH, LENGTH] of every step, the same in every process."""
+    """Yield the same ids [ranks, BATCH, LENGTH] on all processes."""
     generator = torch.Generator().manual_seed(7)
     batch = torch.randint(3, vocabulary, (ranks, BATCH, LENGTH), generator=generator)
     for _ in range(STEPS):  # repeat one batch, so that the loss falls quickly

@@ -1,4 +1,4 @@
-"""Load training checkpoints of other tools with the values that these tools read."""
+"""Load training checkpoints like the tools that wrote them."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from zerostart.errors import CheckpointError
 
 
 def load_whole(source: str, engine: str, stage: int) -> dict[str, torch.Tensor] | None:
-    """Load with zerostart, and return every whole tensor on rank 0."""
+    """Load with zerostart; return whole tensors on rank 0."""
     import zerostart
 
     model = zerostart.load(source, model=_build_on_meta, engine=engine, zero_stage=stage, dtype=torch.float32)
@@ -90,7 +90,6 @@ def test_torch_distributed_checkpoint_is_loaded(tmp_path: Path, wrapped: bool, w
 
 @pytest.mark.slow
 def test_folders_of_accelerate_are_found(tmp_path: Path) -> None:
-    """accelerate's ``save_state`` writes FSDP2 and DeepSpeed weights into different folders."""
     expected = run_ranks(write_dcp, 2, str(tmp_path / "a" / "pytorch_model_fsdp_0"), False)[0]
     assert_equal(run_ranks(load_whole, 1, str(tmp_path / "a"), "fsdp2", 3)[0], expected)
     run_ranks(write_deepspeed, 2, str(tmp_path / "b" / "pytorch_model"), 2, True, False)

@@ -1,4 +1,4 @@
-"""A proxy before a store that refuses or breaks requests, and records them."""
+"""A recording proxy that refuses or breaks requests."""
 
 import asyncio
 import contextlib
@@ -14,7 +14,7 @@ PIECE = 1 << 18
 
 @dataclass
 class Proxy:
-    """``fault(method, path, number)`` decides what happens to the numbered request."""
+    """``fault(method, path, number)`` decides about a numbered request."""
 
     target: str
     fault: Callable[[str, str, int], Fault] = lambda method, path, number: None

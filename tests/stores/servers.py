@@ -1,4 +1,4 @@
-"""Local servers from the package index: rclone (HTTP, WebDAV) and SeaweedFS (S3)."""
+"""Local rclone (HTTP, WebDAV) and SeaweedFS (S3) servers."""
 
 import contextlib
 import os
@@ -25,7 +25,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def run_server(command: list[str], ready: str, folder: str) -> Iterator[None]:
-    """Run ``command`` during the context, which begins when ``ready`` answers."""
+    """Run ``command``, and wait until ``ready`` answers."""
     with Path(folder, "log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder)
     try:
@@ -51,7 +51,7 @@ def run_server(command: list[str], ready: str, folder: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def rclone(folder: Path, kind: str, *options: str) -> Iterator[str]:
-    """Serve ``folder`` by http or webdav without caches; yield the address."""
+    """Serve ``folder`` without caches; yield the address."""
     address = f"127.0.0.1:{free_port()}"
     command = [
         locate("rclone") or "rclone",
@@ -72,13 +72,13 @@ def rclone(folder: Path, kind: str, *options: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def s3() -> Iterator[str]:
-    """Run an S3 server with the empty bucket ``BUCKET``; yield the endpoint."""
+    """Run an S3 server with an empty bucket; yield the endpoint."""
     with contextlib.ExitStack() as stack:
         yield _start_seaweed(stack)
 
 
 def _start_seaweed(stack: contextlib.ExitStack, attempts: int = 3) -> str:
-    """Start a server that runs until ``stack`` is closed; return its endpoint."""
+    """Start a server on ``stack``; return its endpoint."""
     port = free_port()
     endpoint = f"http://127.0.0.1:{port}"
     folder = stack.enter_context(tempfile.TemporaryDirectory())
@@ -141,7 +141,7 @@ def store(endpoint: str) -> Any:
 
 
 def upload(folder: Path, endpoint: str, prefix: str) -> None:
-    """Make the objects below ``prefix`` equal the files in ``folder``."""
+    """Make the objects below ``prefix`` equal ``folder``."""
     bucket = store(endpoint)
     names = {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
     for batch in bucket.list(prefix):
@@ -157,7 +157,7 @@ def has(command: str) -> bool:
 
 
 def locate(command: str) -> str | None:
-    """Find a command, first in this environment, which may not be activated."""
+    """Find a command, first in this environment."""
     return shutil.which(command, path=str(Path(sys.executable).parent)) or shutil.which(command)
 
 

@@ -1,4 +1,4 @@
-"""URLs of directories are sources like local directories; faults are retried or raised."""
+"""URLs are sources like local directories."""
 
 import itertools
 import os
@@ -31,7 +31,7 @@ def empty_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mo
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A transformers model in several shards, with an index and a tokenizer."""
+    """Sharded transformers model with index and tokenizer."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     folder = tmp_path_factory.mktemp("served") / "some model"
@@ -46,7 +46,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=["http", pytest.param("webdav", marks=pytest.mark.slow)])
 def url(model: Path, request: pytest.FixtureRequest) -> Iterator[str]:
-    """Address of the model, on a server without listing or with it."""
+    """Address of the model, with and without listing."""
     with servers.rclone(model.parent, request.param) as address:
         yield f"{address}/some%20model"
 
@@ -188,7 +188,7 @@ def test_permanent_faults_are_raised_at_once(store: proxy.Proxy, status: int, wo
 
 @pytest.mark.slow
 def test_change_during_a_load_is_one_error_on_all_ranks(store: proxy.Proxy, tmp_path: Path) -> None:
-    """Replace the object by one of equal size after its header was read."""
+    """Replace the object after its header was read."""
     data = tmp_path / "model.safetensors"
     before = data.read_bytes()
 

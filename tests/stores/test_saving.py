@@ -1,4 +1,4 @@
-"""Saves to a real S3 server (SeaweedFS) are complete or leave the old checkpoint."""
+"""Save to an S3 server (SeaweedFS), completely or not."""
 
 import contextlib
 import json
@@ -67,7 +67,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.fixture(scope="module")
 def small_models(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Two models of about 2 MB, for dozens of saves."""
+    """Two models of about 2 MB."""
     return make_models(tmp_path_factory.mktemp("small"), 96)
 
 
@@ -124,7 +124,7 @@ def load_digest(source: str) -> dict[str, str]:
 
 
 def test_save_over_another_equals_a_local_one(models: list[str], tmp_path: Path) -> None:
-    """Shards, single files and fp16 replace each other, with the digests of local files."""
+    """Shards, single files and fp16 replace each other."""
     run_with_stores(save_over, 2, *models, URL, str(tmp_path))
     assert run_with_stores(load_digest, 1, URL)[0] == run_with_stores(load_digest, 1, f"{tmp_path}/5")[0]
     assert {"config.json", "tokenizer.json", "model.safetensors"} <= StoreDirectory.at(URL).list().keys()
@@ -212,7 +212,7 @@ def test_failed_save_is_one_error_and_leaves_nothing(models: list[str]) -> None:
 
 @pytest.mark.slow
 def test_foreign_objects_are_kept(small_models: list[str], endpoint: str) -> None:
-    """Foreign objects stay, also small files with a name that the save uses."""
+    """Even those with a name that the save uses."""
     bucket = servers.store(endpoint)
     bucket.put("run/README.md", b"mine")
     bucket.put("run/tokenizer.json", b"mine")
@@ -233,7 +233,7 @@ def test_foreign_objects_are_kept(small_models: list[str], endpoint: str) -> Non
 def test_lost_connection_or_rights(
     kind: str, loss: proxy.Fault, endpoint: str, small_models: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fail all requests from number ``at`` on; the old or the new checkpoint remains."""
+    """The old or the new checkpoint remains."""
     monkeypatch.setattr(object_store, "RETRIES", 0)
     old, new = map(digests, small_models)
     models = [zerostart.load(source, engine="fsdp2", progress=False) for source in small_models]
@@ -270,7 +270,7 @@ def test_lost_connection_or_rights(
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["shards", "config.json", "zerostart.json"])
 def test_changed_byte_is_an_error(part: str, endpoint: str, small_models: list[str]) -> None:
-    """Change one byte of each upload; the save fails and the old checkpoint stays."""
+    """Change uploads; the old checkpoint stays."""
     models = [zerostart.load(source, engine="fsdp2", progress=False) for source in small_models]
     zerostart.save(models[0], URL, max_shard_size="1MB")
     store = StoreDirectory.at(URL)

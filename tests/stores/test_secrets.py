@@ -26,7 +26,7 @@ CANARIES = ("PASSCANARY", "bWU6UEFTU0NBTkFSWQ", "SIGNCANARY", "SESSIONCANARY", "
 
 
 class Echo(http.server.BaseHTTPRequestHandler):
-    """Refuse every request and repeat it in the body and the message header."""
+    """Refuse requests, and repeat them in body and header."""
 
     status, location = 500, ""
     requests: ClassVar[list[str]] = []

@@ -1,4 +1,4 @@
-"""Stores that do not answer, answer slowly, or follow unusual rules for tags."""
+"""Stores that do not answer, or answer slowly."""
 
 import re
 import time
@@ -18,7 +18,7 @@ from zerostart.testing.ranks import Net, save
 
 
 class Server(ThreadingHTTPServer):
-    """Serve one file; ``behaviour`` maps a Range header to the kind of answer."""
+    """Serve one file; ``behaviour`` maps Range headers to answers."""
 
     daemon_threads = True
     request_queue_size = 64

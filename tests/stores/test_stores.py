@@ -1,4 +1,4 @@
-"""Stores behind URLs pass the conformance suite with local servers."""
+"""Stores behind URLs pass the conformance suite."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Layouts equal the engines' definitions: padded equal runs, and ``torch.chunk``."""
+"""Layouts equal the engines' own definitions."""
 
 from math import prod
 
@@ -12,7 +12,7 @@ shapes = st.lists(st.integers(1, 7), min_size=0, max_size=3)
 
 
 def fill_storage(layout: Layout, numbers: torch.Tensor) -> torch.Tensor:
-    """Fill the rank's storage from element numbers; -1 is padding."""
+    """Fill a rank's storage from element numbers; -1 is padding."""
     out = torch.full((layout.numel,), -1)
     flat = numbers.reshape(-1)
     for first, count, to in layout.runs():

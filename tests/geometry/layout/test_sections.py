@@ -26,7 +26,7 @@ shapes = st.lists(st.integers(1, 7), min_size=1, max_size=3)
 
 
 def local_tensor(section: Section, numbers: torch.Tensor) -> torch.Tensor:
-    """Return the local tensor that a section takes from ``numbers``."""
+    """Return the section's local tensor of ``numbers``."""
     out = torch.full(section.shape, -1, dtype=numbers.dtype)
     for box, start in section.boxes:
         target = tuple(slice(p, p + n) for p, n in zip(start, box.extent, strict=True))
@@ -77,7 +77,7 @@ def test_packed_section_equals_dtensors_strided_shard(rows_per_part: int, parts:
 @settings(max_examples=count_examples(70, 2000))
 @given(shapes, st.data(), st.integers(1, 3), st.integers(1, 3))
 def test_sections_and_layouts_nest(shape: list[int], data: st.DataObject, size: int, owners: int) -> None:
-    """Apply a mesh axis, then the engine's layout, to the real local tensor."""
+    """Apply a mesh axis, then the engine's layout."""
     numbers = torch.arange(prod(shape)).view(shape)
     dim = data.draw(st.integers(0, len(shape) - 1))
     first = data.draw(st.integers(0, shape[dim]))

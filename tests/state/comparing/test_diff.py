@@ -76,7 +76,6 @@ def test_differences_by_tensor(tmp_path: Path) -> None:
 
 
 def test_same_tensors_in_other_file_layouts(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
-    """One file, shards, and a torch file with transposed views are equal."""
     single_file, sharded = checkpoints("qwen3_moe"), checkpoints("qwen3_moe", sharded=True)
     tensors: Tensors = {}
     for file in single_file.glob("*.safetensors"):
@@ -109,7 +108,7 @@ def test_diff_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_training_states(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
-    """States compare by all folders, or by the model against a model."""
+    """States compare by all folders, or by their model."""
     source = checkpoints("qwen3")
     model = zerostart.load(source, engine="fsdp2", progress=False)
     a, b = tmp_path / "a", tmp_path / "b"

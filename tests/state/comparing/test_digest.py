@@ -1,4 +1,4 @@
-"""Tensor digests: the documented formula, any order of pieces, and detected errors."""
+"""Tensor digests: formula, order of pieces, and errors."""
 
 import hashlib
 import itertools
@@ -26,7 +26,7 @@ def mix(number: int) -> int:
 
 
 def byte_key(position: int, column: int) -> int:
-    """Return a number from -127 to 127 that is not zero."""
+    """Return a nonzero number from -127 to 127."""
     key = (mix(position * COLUMNS + column + (1 << 48)) >> 1) % 254 - 127
     return key if key < 0 else key + 1
 
@@ -114,7 +114,7 @@ def test_pieces_in_any_order(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.int64])
 @pytest.mark.parametrize("shape", [(411, 757), (5, 70_003), (3001, 8), (700, 4096), (40, 32_768)])
 def test_column_slices(dtype: torch.dtype, shape: tuple[int, int]) -> None:
-    """Wide, narrow, adjacent and distant columns, as tensor parallelism cuts them."""
+    """Cut wide, narrow, adjacent and distant columns."""
     torch.manual_seed(2)
     tensor = (torch.randn(shape) * 50).to(dtype)
     sums = Digests([("t", spelling(dtype), shape)])

@@ -1,4 +1,4 @@
-"""Digests of live models do not depend on engine, stage or number of ranks."""
+"""Live models have the same digests on every engine."""
 
 import traceback
 from pathlib import Path

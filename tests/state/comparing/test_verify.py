@@ -29,7 +29,7 @@ def model_copy(saved_model: Path, tmp_path: Path) -> Path:
 
 
 def second_shard(path: Path) -> tuple[Path, str, dict[str, torch.Tensor]]:
-    """Return the second shard, the name of its largest tensor, and all its tensors."""
+    """Return a shard, its largest tensor's name, and its tensors."""
     file = sorted(path.glob("*.safetensors"))[1]
     tensors = load_file(file)
     return file, max(tensors, key=lambda name: tensors[name].numel()), tensors
@@ -50,7 +50,6 @@ def test_unchanged_model_passes(saved_model: Path, capsys: pytest.CaptureFixture
 
 
 def flip_bit(path: Path) -> list[str]:
-    """Flip one bit of the last byte, which belongs to a tensor."""
     file, _, _ = second_shard(path)
     with file.open("r+b") as handle:
         handle.seek(-1, os.SEEK_END)

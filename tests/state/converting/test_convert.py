@@ -1,4 +1,4 @@
-"""``zerostart.convert``: other libraries open the result, and converting back restores it."""
+"""``zerostart.convert`` writes what other libraries open."""
 
 import json
 import os

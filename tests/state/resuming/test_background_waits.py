@@ -1,4 +1,4 @@
-"""Read a state, end the group or exit while a background save still writes."""
+"""Readers and the end wait for a background save."""
 
 import os
 import subprocess
@@ -73,7 +73,7 @@ def read_during_save(folder: Path) -> None:
 
 
 def end_group_during_save(folder: Path, imported_early: bool, succeeds: bool) -> None:
-    """Use the function imported before the save, or the attribute of torch.distributed."""
+    """Destroy the group while a save still writes."""
     slow_down_writes(succeeds)
     zerostart.save_state(folder, *make_model(2.0), extra="new", wait=False)
     destroy = destroy_process_group if imported_early else dist.destroy_process_group

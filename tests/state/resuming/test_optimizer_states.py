@@ -1,4 +1,4 @@
-"""Optimizers with more state than AdamW: restored, or refused by name."""
+"""Restore or refuse optimizers with more state than AdamW."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Resumed runs have the losses of the run that was never interrupted."""
+"""Resumed runs have the losses of uninterrupted runs."""
 
 import json
 from dataclasses import replace
@@ -28,7 +28,7 @@ from zerostart.upstream.deepspeed.zero3_partitions import load_operations
 
 
 def resume_in_turn(path: Path, cases: list[tuple[str, Case]], folder: Path) -> list[str]:
-    """Save with the first case; each further case resumes and saves for the next."""
+    """Save with the first case and resume with the others."""
     (_, first), *others = cases
     count = FIRST + len(others) + MORE
     expected = train(path, first, range(count), save=folder / "0", at=FIRST)
@@ -70,7 +70,7 @@ def load_and_save(path: Path, case: Case, folder: Path, load: str, save: str) ->
 
 
 def read_digests(path: Path) -> tuple[dict[str, str], dict[str, str]]:
-    """Return digests of the updated values with their moments, and of the parameters."""
+    """Return digests of masters with moments, and of parameters."""
     digests = json.loads((path / "state.json").read_text())["digests"]
     model, state = digests["model"], digests["state"]
     updated = {name: state.get(f"master/{name}", model[name]) for name in model}
@@ -92,7 +92,7 @@ def test_masters_and_moments_keep_their_bits_from_bf16_to_fp32_and_back(
 
 
 def open_models(path: Path, cases: dict[str, Case], folder: Path) -> list[str]:
-    """Compare ``model/`` opened by plain transformers with the live model."""
+    """Compare ``model/`` in plain transformers with the live model."""
     from transformers import AutoModelForCausalLM
 
     errors = []

@@ -1,4 +1,4 @@
-"""A background save stores the state of the call and raises its errors."""
+"""A background save stores the state of the call."""
 
 import os
 from pathlib import Path
@@ -35,7 +35,7 @@ def test_state_is_saved_as_at_the_call(tmp_path: Path) -> None:
 
 
 def fail_in_the_background(path: Path, folder: Path) -> None:
-    """Fill one rank's disk: all ranks raise and keep the earlier state."""
+    """Fill one rank's disk; all ranks keep the earlier state."""
     run = Run(path, Case("fsdp2"))
     zerostart.save_state(folder / "state", *run.state, extra=1)
     run.step(0)

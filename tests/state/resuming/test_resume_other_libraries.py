@@ -40,7 +40,7 @@ SAVERS = {"accelerate": _save_by_accelerate}
 
 
 def train_and_save(path: Path, cases: dict[str, Case], folder: Path, saver: str) -> dict[str, list[float]]:
-    """Train, save with the other library in the middle, and return the losses afterwards."""
+    """Save with the other library, and return the further losses."""
     losses = {}
     for name, case in cases.items():
         run = Run(path, case)

@@ -1,4 +1,4 @@
-"""Parts of a training state: values in JSON, and which checkpoints are pruned."""
+"""Values of a state in JSON, and pruned checkpoints."""
 
 import json
 import math

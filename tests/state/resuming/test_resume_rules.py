@@ -16,7 +16,7 @@ from zerostart.state.resuming.load_state import restore_state
 
 
 def save_within_accumulation(path: Path, cases: dict[str, Case], folder: Path) -> list[str]:
-    """Save after the first of three batches of a step."""
+    """Save after one of a step's three batches."""
     errors = []
     for number, (name, case) in enumerate(cases.items()):
         state = folder / str(number)
@@ -66,7 +66,7 @@ def refuse_within_accumulation(path: Path, folder: Path) -> None:
 
 
 def save_before_a_step(path: Path, folder: Path) -> None:
-    """A state without moments removes those of the running optimizer."""
+    """A loaded state without moments removes present ones."""
     for engine in ("fsdp2", "deepspeed"):
         state = folder / engine
         run = Run(path, Case(engine))
@@ -115,7 +115,7 @@ def test_random_states_of_each_rank_are_restored(paths: dict[str, Path], tmp_pat
 
 
 def check_group_settings(path: Path, folder: Path) -> None:
-    """Settings follow the group's parameters; the way to compute a step does not."""
+    """Group settings follow the parameters, except `foreach`."""
     run = Run(path, Case("deepspeed", groups="two"))
     run.optimizer.param_groups[0].update(lr=0.25, betas=(0.5, 0.75))
     zerostart.save_state(folder, *run.state)
@@ -138,7 +138,7 @@ def test_group_settings_follow_their_parameters(paths: dict[str, Path], tmp_path
 
 
 def load_tied(path: Path) -> Any:
-    """Initialise the model of ``path`` with a head tied to the embeddings."""
+    """Initialise a model with a head tied to its embeddings."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(path, tie_word_embeddings=True)
@@ -212,7 +212,7 @@ def evaluate(run: Run) -> None:
 
 
 def evaluate_runs(paths: dict[str, Path], cases: dict[str, Case], folder: Path) -> dict[str, tuple[Any, ...]]:
-    """Return losses without evaluations, with them, and resumed after one."""
+    """Return losses without evaluations, with them, and resumed."""
     results = {}
     for name, case in cases.items():
         plain = Run(paths[case.kind], case)

@@ -1,4 +1,4 @@
-"""Prefer a zerostart state to another library's checkpoint in the same directory."""
+"""A zerostart state precedes another library's checkpoint."""
 
 import logging
 import os
@@ -64,7 +64,7 @@ def test_last_saved_state_is_loaded(tmp_path: Path) -> None:
 
 
 def mix_with_deepspeed(path: Path, folder: Path) -> tuple[float, float, float, Any]:
-    """Save with DeepSpeed and later with zerostart; return losses of one step."""
+    """Save with DeepSpeed and later with zerostart; return losses."""
     run = Run(path, Case("deepspeed", 2, stock=True, top={"gradient_clipping": 0.0}))
     run.step(0)
     run.model.save_checkpoint(str(folder))

@@ -1,4 +1,4 @@
-"""Save and resume unsharded models: memory formats, schedules, states of modules."""
+"""Save and resume unsharded models."""
 
 import shutil
 from collections.abc import Callable
@@ -137,7 +137,7 @@ def test_schedules_are_saved_as_extra(tmp_path: Path, name: str) -> None:
 
 
 class CountingLinear(nn.Linear):
-    """Module with extra state outside its tensors, like a quantiser's."""
+    """Module with extra state, like a quantiser."""
 
     def __init__(self) -> None:
         super().__init__(2, 2)

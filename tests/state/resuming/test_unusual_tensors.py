@@ -68,7 +68,7 @@ def read_digests(path: Path) -> dict[str, str]:
 
 
 def resume_at_other_stages(folder: Path) -> list[list[float]]:
-    """Return losses after a save at stage 3 and after two resumes."""
+    """Return losses after a save and two resumes."""
     engine = make_engine(3)
     train(engine, 2)
     zerostart.save_state(folder / "3", engine)

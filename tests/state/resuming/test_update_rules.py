@@ -1,4 +1,4 @@
-"""Restore optimizer state only into an optimizer with the same update rule."""
+"""Optimizer state is restored only for the same rule."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -31,7 +31,7 @@ class SignDescent(AdamW):
 
 
 def train(make: OptimizerFactory, count: int) -> tuple[nn.Module, Optimizer, Iterator[float]]:
-    """Return a model, its optimizer after ``count`` steps, and an iterator of further losses."""
+    """Return a model, its optimizer, and an iterator of losses."""
     torch.manual_seed(1)
     model = nn.Linear(4, 3)
     optimizer = make(model.parameters(), lr=1e-2)
@@ -97,7 +97,7 @@ def test_other_rules_are_refused(tmp_path: Path, name: str) -> None:
 
 
 def test_unsaved_optimizer_state_is_removed(tmp_path: Path) -> None:
-    """Additional state of the running optimizer is removed, as by torch's own loading."""
+    """Like torch's own loading."""
     model, optimizer, expected = train(AdamW, 2)
     zerostart.save_state(tmp_path / "state", model, optimizer)
     model, optimizer, losses = train(partial(AdamW, amsgrad=True), 3)

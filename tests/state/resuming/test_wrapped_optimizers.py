@@ -10,7 +10,7 @@ import zerostart
 
 
 class Lookahead(torch.optim.Optimizer):
-    """Wrapper that only copies the optimizer's fields, as in many repositories."""
+    """Wrapper that copies the optimizer's fields."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer

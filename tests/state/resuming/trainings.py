@@ -1,4 +1,4 @@
-"""Train, save and resume small models on any number of ranks."""
+"""Train, save and resume small models on several ranks."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
 
 @dataclass(frozen=True)
 class Case:
-    """One way to train; ``top`` and ``zero`` extend DeepSpeed's configuration."""
+    """One training; ``top`` and ``zero`` extend DeepSpeed's config."""
 
     engine: str
     stage: int = 3
@@ -59,7 +59,7 @@ FSDP2, ZERO = Case("fsdp2"), Case("deepspeed")
 
 
 def batch(step: int, part: int, parts: int, tensors: int) -> torch.Tensor:
-    """Return this rank's rows of a batch, or of one of ``parts`` accumulated batches.
+    """Return this rank's rows of a batch or accumulated part.
 
     Ranks that share ``tensors`` get the same rows.
     """
@@ -127,7 +127,7 @@ class Run:
         return model
 
     def step(self, number: int, parts: range | None = None) -> list[float]:
-        """Take a step, or only ``parts`` of one; return losses over all ranks."""
+        """Take a step, or ``parts`` of it; return losses."""
         count = self.case.accumulate
         losses = []
         for part in parts or range(count):
@@ -152,7 +152,7 @@ class Run:
         return self.model, None if self.case.engine == "deepspeed" else self.optimizer
 
     def end(self) -> None:
-        """Free the engine before the next run in the process."""
+        """Free the engine before the next run."""
         if self.case.engine == "deepspeed":
             self.model.destroy()
 
@@ -190,7 +190,7 @@ def train(
     at: int = -1,
     wait: bool = True,
 ) -> list[float]:
-    """Return the losses of ``steps``, after loading ``load``; save into ``save`` before step ``at``."""
+    """Train ``steps`` after an optional load; save before step ``at``."""
     run = Run(path, case)
     if load is not None:
         extra = zerostart.load_state(load, *run.state)
@@ -210,7 +210,7 @@ def train(
 
 
 def train_on(path: Path, case: Case, folder: Path) -> list[float]:
-    """Save a state and train on; return the losses after the save."""
+    """Save a state; return the losses after the save."""
     return train(path, case, range(FIRST + MORE), save=folder, at=FIRST)[FIRST * case.accumulate :]
 
 
@@ -219,7 +219,7 @@ def resume(path: Path, case: Case, folder: Path) -> list[float]:
 
 
 def find_differences(paths: dict[str, Path], cases: dict[str, Case], folder: Path) -> list[str]:
-    """Return the cases in which a resumed loss differs in any bit."""
+    """Return the cases with different losses after a resume."""
     differences = []
     for number, (name, case) in enumerate(cases.items()):
         state = folder / str(number)

@@ -95,7 +95,7 @@ def test_whole_numbers_and_quantised_types_are_not_cast(tmp_path: Path) -> None:
 
 
 def measure_export_memory(source: str, out: str) -> int:
-    """Return the growth of peak resident memory during an export, in bytes."""
+    """Return the export's growth of peak memory, in bytes."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     convert(source, out, replace=True)
     return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024

@@ -1,4 +1,4 @@
-"""Push a saved model to the hub: committed files and model card."""
+"""Push a saved model and its card to the hub."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @pytest.fixture
 def commit_operations(monkeypatch: pytest.MonkeyPatch) -> dict[str, CommitOperationAdd]:
-    """Collect the client's commit operations by path instead of sending them."""
+    """Collect the client's commit operations instead of sending them."""
     operations_by_path: dict[str, CommitOperationAdd] = {}
 
     def upload_folder(

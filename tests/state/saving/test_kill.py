@@ -76,7 +76,7 @@ def save_in_the_background(model: torch.nn.Module, path: Path) -> None:
 
 
 def save_and_prune(model: torch.nn.Module, path: Path) -> None:
-    """Save the next step's checkpoint and delete the one before it."""
+    """Save the next step's checkpoint and delete the previous one."""
     world = current_world()
     with world.phase("looking for checkpoints"):
         checkpoints = list_complete(path)
@@ -98,7 +98,7 @@ def export(model: torch.nn.Module, path: Path) -> None:
 
 
 def newest(path: Path) -> Path:
-    """Verify all complete checkpoints at ``path`` and return the last."""
+    """Verify all complete checkpoints and return the last."""
     checkpoints = list_complete(path) or [path]
     for checkpoint in checkpoints:
         zerostart.verify(checkpoint)
@@ -106,7 +106,7 @@ def newest(path: Path) -> Path:
 
 
 def read_digests(path: Path) -> dict[str, str]:
-    """Return digests of the model and its optimizer, without random states."""
+    """Return digests of the model and its optimizer."""
     folders = next(iter(documents(newest(path))), {}).get("digests", {})
     digests = {f"{folder}/{n}": d for folder, tensors in folders.items() for n, d in tensors.items()}
     return {n: d for n, d in digests.items() if n.startswith(("./", "model/", "state/optimizer/"))}
@@ -136,7 +136,7 @@ SLOW_CASES = [pytest.param(*case, 0, marks=pytest.mark.slow) for case in CASES]
 
 
 def save_twice(kind: str, checkpoint: Path, path: Path, rank: int, log: Path, point: Point | None) -> None:
-    """Save a model, change it and save it again; ``rank`` is killed at ``point``."""
+    """Save, change and save again; kill ``rank`` at ``point``."""
     model = load_model(checkpoint, kind)
     SAVES[kind](model, path)
     change(model)

@@ -1,4 +1,4 @@
-"""A saved sharded model equals the loaded checkpoint in every byte."""
+"""A saved sharded model equals the loaded checkpoint."""
 
 import errno
 import json
@@ -60,7 +60,7 @@ ROUND_TRIPS: dict[int, dict[str, tuple[str, torch.dtype, Options]]] = {
 
 
 def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
-    """Read all tensors of the safetensors files of a folder."""
+    """Read all tensors of a folder's safetensors files."""
     tensors = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as reader:
@@ -69,7 +69,7 @@ def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_same_tensors(actual: Path, reference: Path) -> None:
-    """Compare names, dtypes, shapes and bits of all tensors in two folders."""
+    """Compare names, dtypes, shapes and bits of two folders."""
     tensors, expected = tensors_in(actual), tensors_in(reference)
     assert tensors.keys() == expected.keys()
     for name, tensor in expected.items():
@@ -79,7 +79,7 @@ def assert_same_tensors(actual: Path, reference: Path) -> None:
 
 
 def save_all(tasks: dict[str, tuple[Path, Options]], out: Path) -> dict[str, str]:
-    """Load and save each task on one rank; return errors by task."""
+    """Load and save each task; return errors by task."""
     errors = {}
     for name, (path, options) in tasks.items():
         try:
@@ -120,7 +120,7 @@ def convert_plain_stack(state: dict[str, torch.Tensor]) -> dict[str, torch.Tenso
 
 
 def test_plain_module_through_a_converter(tmp_path: Path) -> None:
-    """Buffers, transposed and split tensors of a plain module are converted back."""
+    """Buffers, transposed and split tensors are converted back."""
     from safetensors.torch import save_file
 
     torch.manual_seed(1)
@@ -138,7 +138,6 @@ def test_plain_module_through_a_converter(tmp_path: Path) -> None:
 
 
 def test_calculated_value_keeps_the_model_name(tmp_path: Path) -> None:
-    """A calculated value is saved under the model's name, which the report lists."""
     from safetensors.torch import save_file
 
     def halve(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -195,7 +194,7 @@ def test_bad_arguments_are_refused(arguments: Options, message: str, tmp_path: P
 
 
 def fill_disk(path: Path, out: Path) -> tuple[str, list[str]]:
-    """Save while rank 1 cannot write; return the error and the remaining files."""
+    """Save while rank 1 cannot write; return error and files."""
     model = zerostart.load(path, engine="fsdp2", progress=False)
     zerostart.save(model, out)
     before = sorted(p.name for p in out.iterdir())
@@ -213,7 +212,6 @@ def raise_no_space(*_: object) -> int:
 
 
 def test_rank_that_cannot_write_fails_all(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
-    """All ranks raise the same error, and only the earlier save remains."""
     path = checkpoints("mixtral", BF16)
     (error, files), (other_error, _) = run_ranks(fill_disk, 2, path, tmp_path / "out", timeout=120)
     assert error == other_error
@@ -224,7 +222,7 @@ def test_rank_that_cannot_write_fails_all(checkpoints: TinyCheckpoints, tmp_path
 
 @pytest.mark.slow
 def test_memory_is_bounded(tmp_path: Path) -> None:
-    """A save that casts needs much less memory than the shard."""
+    """A casting save needs less memory than the shard."""
     from safetensors.torch import save_file
 
     (tmp_path / "in").mkdir()
@@ -248,7 +246,6 @@ def measure_save_peak(folder: Path) -> tuple[int, int]:
 
 
 def test_which_other_files_are_copied(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
-    """Tokenizer, template and code files are copied, but no files of a run."""
     source = tmp_path / "in"
     shutil.copytree(checkpoints("mixtral", BF16), source)
     copied = ("tokenizer.json", "merges.txt", "chat_template.jinja", "processing_own.py", "spiece.model")

@@ -1,4 +1,4 @@
-"""Save PEFT adapters, merged adapters, and models that other libraries loaded."""
+"""Save adapters, merged adapters and foreign models."""
 
 import shutil
 import traceback
@@ -28,7 +28,7 @@ VALUE = LoraConfig(r=1, target_modules=["0"])
 
 
 def adapt(model: torch.nn.Module, kind: str) -> Any:
-    """Add an adapter with nonzero weights that depend only on ``kind``."""
+    """Add an adapter with nonzero weights depending on ``kind``."""
     torch.manual_seed(7)
     adapted = get_peft_model(model, LoraConfig(r=3, lora_alpha=8, **KINDS[kind]))
     torch.manual_seed(8)
@@ -48,7 +48,7 @@ def engine_of(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def save_adapters(path: Path, out: Path, options: Options, kinds: list[str]) -> str:
-    """Save adapters of a loaded model both ways; return an error's traceback, or nothing."""
+    """Save adapters both ways; return a traceback, or nothing."""
     try:
         for kind in kinds:
             model = zerostart.load(path, progress=False, **options)
@@ -90,7 +90,7 @@ def save_adapters(path: Path, out: Path, options: Options, kinds: list[str]) -> 
     ids=["deepspeed", "fsdp2"],
 )
 def test_adapters(options: Options, checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
-    """Adapter and merged files equal those that PEFT writes for the unsharded model."""
+    """Files equal those of PEFT for the unsharded model."""
     path = checkpoints("mixtral", torch.bfloat16)
     kinds = list(KINDS) if options is DEEPSPEED3 else ["plain"]
     assert run_ranks(save_adapters, 2, path, tmp_path / "out", options, kinds, timeout=240) == ["", ""]
@@ -119,7 +119,7 @@ def test_adapters(options: Options, checkpoints: TinyCheckpoints, tmp_path: Path
 
 
 def save_foreign_models(path: Path, out: Path) -> str:
-    """Save models that other libraries sharded; return an error's traceback, or nothing."""
+    """Save models of other libraries; return a traceback, or nothing."""
     try:
         import deepspeed
 
@@ -141,7 +141,7 @@ def save_foreign_models(path: Path, out: Path) -> str:
 
 @pytest.mark.slow
 def test_models_loaded_by_other_libraries(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
-    """Whole, FSDP2 and ZeRO-3 models are saved as ``save_pretrained`` writes them."""
+    """Files equal those of ``save_pretrained``."""
     path = checkpoints("mixtral", torch.bfloat16)
     assert run_ranks(save_foreign_models, 2, path, tmp_path, timeout=240) == ["", ""]
     AutoModelForCausalLM.from_pretrained(path, dtype="auto").save_pretrained(tmp_path / "reference")

@@ -13,7 +13,7 @@ from tests.tiny import TinyCheckpoints
 
 
 def save_wrapped_models(path: Path, out: Path) -> dict[str, str]:
-    """Save a loaded model inside engines and wrappers; return errors by name."""
+    """Save models in engines and wrappers; return errors."""
     import deepspeed
     from torch.nn.parallel import DistributedDataParallel
 
@@ -56,7 +56,7 @@ def test_models_inside_engines_and_wrappers(checkpoints: TinyCheckpoints, tmp_pa
 
 
 def save_masters(path: Path, out: Path) -> None:
-    """Load an fp32 checkpoint in bf16 with DeepSpeed and save it in fp32."""
+    """Load fp32 as bf16 with DeepSpeed; save in fp32."""
     import deepspeed
 
     for stage in (2, 3):
@@ -73,7 +73,7 @@ def save_masters(path: Path, out: Path) -> None:
 
 @pytest.mark.slow
 def test_masters_in_full_precision(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
-    """An fp32 save writes the masters of bf16 parameters, so no bit is lost."""
+    """An fp32 save writes the masters of bf16 parameters."""
     path = checkpoints("mixtral", F32)
     run_ranks(save_masters, 2, path, tmp_path, timeout=120)
     for stage in (2, 3):

@@ -88,7 +88,7 @@ def shards_of(conversion: str, tensors: Tensors, layout: str, rank: int, size: i
 def test_ranks_restore_converted_tensors(
     conversion: str, layout: str, size: int, chunk: int, tmp_path: Path
 ) -> None:
-    """Files contain the tensors from before the conversion, for any layout."""
+    """Files hold the tensors before the conversion."""
     tensors = random_tensors(CONVERSIONS[conversion][1], torch.bfloat16)
     files = plan_shards([(n, spelling(t.dtype), tuple(t.shape)) for n, t in tensors.items()], 300)
     written = 0
@@ -115,7 +115,6 @@ def test_ranks_restore_converted_tensors(
 
 
 def test_elements_are_cast_while_writing(tmp_path: Path) -> None:
-    """Elements are cast to the dtype of the file like ``Tensor.to`` does."""
     whole = torch.randn(40, 5)
     shard = make_shard("w", whole, replicated((40, 5)))
     write_tensors(
@@ -128,7 +127,7 @@ def test_elements_are_cast_while_writing(tmp_path: Path) -> None:
 
 
 def test_impossible_directory_is_an_error(tmp_path: Path) -> None:
-    """The error of cleaning up does not hide the first error."""
+    """Cleaning up does not hide the first error."""
     (tmp_path / "file").touch()
     shard = make_shard("w", torch.zeros(2), replicated((2,)))
     with pytest.raises(WriteError, match="file: the directory cannot be created"):
@@ -141,7 +140,6 @@ def test_impossible_directory_is_an_error(tmp_path: Path) -> None:
 
 
 def test_incomplete_tensor_is_not_saved(tmp_path: Path) -> None:
-    """A part that no rank has is an error, and no file is left."""
     half = make_shard("w", torch.randn(8, 2), dimension_shard((8, 2), 0, 0, 2))
     with pytest.raises(CheckpointError, match="w: 8 elements"):
         write_tensors(

@@ -1,4 +1,4 @@
-"""Trace system calls of a running process with ``strace``, and kill or fail one."""
+"""Trace system calls by ``strace``; kill or fail one."""
 
 import ctypes
 import os
@@ -24,7 +24,7 @@ _PR_SET_PTRACER, _ANY_PROCESS = 0x59616D61, ctypes.c_ulong(-1)
 
 
 def tracing_works() -> bool:
-    """Return True if strace is installed and allowed to trace."""
+    """Return True if strace is allowed to trace."""
     if shutil.which("strace") is None:
         return False
     return (
@@ -34,7 +34,7 @@ def tracing_works() -> bool:
 
 @contextmanager
 def traced(log: Path, point: Point | None = None, error: str | None = None) -> Iterator[None]:
-    """Trace this process into ``log``; kill or fail the call at ``point``."""
+    """Trace this process; kill or fail the call at ``point``."""
     ctypes.CDLL(None).prctl(_PR_SET_PTRACER, _ANY_PROCESS, 0, 0, 0)  # a child may trace this process
     command = [
         "strace",
@@ -84,7 +84,7 @@ def _is_traced(status: int, tracer: subprocess.Popen[bytes]) -> bool:
 
 
 def points_in(log: Path, folder: Path) -> list[Point]:
-    """Return the points of a trace below ``folder``, in their order."""
+    """Return the points of a trace below ``folder``."""
     counts: Counter[tuple[str, str]] = Counter()
     points: dict[Point, None] = {}
     for line in log.read_text(errors="replace").splitlines():
