@@ -277,7 +277,11 @@ class FlatBufferShards:
         self, old: nn.Parameter, whole: torch.Tensor, name: str, family: Family
     ) -> nn.Parameter:
         """Return ``old`` with the 1-D ``whole`` as its memory."""
-        new = nn.Parameter(whole.view(old.shape), requires_grad=old.requires_grad)
+        # ``detach`` would share the version of all parameters of the buffer: autograd would take a change of
+        # one (PEFT's parametrizations) for a change of the others.
+        view, data = whole.view(old.shape), torch.empty(0, dtype=whole.dtype, device=whole.device)
+        data.set_(view.untyped_storage(), view.storage_offset(), view.shape, view.stride())
+        new = nn.Parameter(data, requires_grad=old.requires_grad)
         new.__dict__.update(old.__dict__)
         return new
 
