@@ -175,12 +175,14 @@ def train(path: Path, layout: Layout, second: Layout | None, folder: Path | None
 
 
 def choose_parts(model: Any, parts: str) -> Any:
-    """Train only "adapters", "experts", "dense", or "" for everything."""
-    if parts == "adapters":
+    """Train only "adapters", "expert adapters" (with others), "experts", "dense", or "" for everything."""
+    if "adapters" in parts:
         from peft import LoraConfig, get_peft_model
 
         torch.manual_seed(0)
-        options: dict[str, Any] = {"r": 2, "target_modules": ["q_proj", "v_proj"]}
+        options: dict[str, Any] = {"r": 2, "target_modules": ["q_proj", "v_proj", "q_b_proj", "o_proj"]}
+        if parts == "expert adapters":
+            options["target_parameters"] = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
         return get_peft_model(model, LoraConfig(**options, init_lora_weights="gaussian"))
     if parts:
         for name, parameter in model.named_parameters():

@@ -85,6 +85,7 @@ def trainer_script(
         import zerostart
 
         zerostart.enable(**adopt)
+    lora = arguments.pop("lora", None)
     args = TrainingArguments(
         output_dir=str(out),
         max_steps=3,
@@ -98,7 +99,12 @@ def trainer_script(
         # accelerate makes one process of several without an accelerator, unless it is told the backend.
         **{"ddp_backend": "gloo", **arguments},
     )
-    model = AutoModelForCausalLM.from_pretrained(path, **loading)
+    model: Any = AutoModelForCausalLM.from_pretrained(path, **loading)
+    if lora is not None:
+        from peft import LoraConfig, get_peft_model
+
+        torch.manual_seed(7)
+        model = get_peft_model(model, LoraConfig(**lora))
     trainer = Trainer(model=model, args=args, train_dataset=Data())
     trainer.train()
     trainer.save_model(str(out))

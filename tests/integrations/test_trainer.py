@@ -93,6 +93,44 @@ def test_trainer_with_experts_shared_out(engine: str, checkpoints: TinyCheckpoin
         torch.testing.assert_close(weights[key], expected[key], rtol=1e-3, atol=1e-4)
 
 
+EXPERTS = {"r": 4, "target_modules": ["q_proj"], "target_parameters": ["gate_up_proj", "experts.down_proj"]}
+
+
+@pytest.mark.parametrize(
+    ("engine", "options"),
+    [
+        ("fsdp2", {"gradient_checkpointing": True}),
+        pytest.param("zero3", {"gradient_checkpointing": True}, marks=pytest.mark.slow),
+        pytest.param("zero2", {"gradient_accumulation_steps": 2}, marks=pytest.mark.slow),
+        pytest.param("fsdp2", {"gradient_accumulation_steps": 2}, marks=pytest.mark.slow),
+        pytest.param("fsdp2", {"bf16": True}, marks=pytest.mark.slow),
+    ],
+)
+def test_trainer_with_adapters_of_shared_experts(
+    engine: str, options: dict[str, Any], checkpoints: TinyCheckpoints, tmp_path: Path
+) -> None:
+    """The losses, norms and adapters are those of one process with twice the batch."""
+    path, bf16 = checkpoints("qwen3_moe_aligned"), bool(options.get("bf16"))
+    zero: dict[str, Any] = {"zero_optimization": {"stage": 2 if engine == "zero2" else 3}}
+    precision = {"ACCELERATE_MIXED_PRECISION": "bf16"} if bf16 else {}
+    environment = fsdp2(**precision) if engine == "fsdp2" else zero3(tmp_path / "config", **zero)
+    shared = {"use_cpu": True} if engine == "fsdp2" else {}
+    ours = run(
+        path, tmp_path / "ours", environment, {"expert_parallel": 2}, lora=EXPERTS, **options, **shared
+    )
+    one = {"lora": EXPERTS, "batch_size": 4, "use_cpu": True, **options}
+    arguments = path, tmp_path / "alone", {}, one, None, {}
+    stock = run_ranks(trainer_script, 1, *arguments, process_group=False, timeout=200)[0]
+    assert ours["losses"] == pytest.approx(stock["losses"], rel=1e-2 if bf16 else 1e-5)
+    assert ours["norms"] == pytest.approx(stock["norms"], rel=1e-1 if bf16 else 1e-4)
+    name = "adapter_model.safetensors"
+    found, expected = load_file(tmp_path / "ours" / name), load_file(tmp_path / "alone" / name)
+    assert found.keys() == expected.keys()
+    assert any(".experts." in key for key in found)
+    for key in () if bf16 else expected:  # AdamW steps by the sign of the rounding
+        torch.testing.assert_close(found[key], expected[key], rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.slow
 def test_trainer_that_asks_for_fsdp2_itself(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
     """Without the launcher: the Accelerator is made by the Trainer, after the model."""

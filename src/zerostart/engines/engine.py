@@ -27,8 +27,8 @@ from zerostart.engines.residence import Residence
 from zerostart.engines.shard import Shard
 from zerostart.engines.state import Master, TrainingState
 from zerostart.engines.training import AccelerateSetup, EngineConfig, TrainingJob
-from zerostart.errors import ConfigError
-from zerostart.geometry.layout import Mesh, Parallelism
+from zerostart.errors import ConfigError, EngineError
+from zerostart.geometry.layout import Mesh, Parallelism, Ranges
 from zerostart.models import Alias
 from zerostart.upstream.accelerate.plugins import is_set
 
@@ -372,6 +372,15 @@ class Engine(abc.ABC):
 
         Engines that accept parameters before training need nothing.
         """
+
+    def adopt_expert(
+        self, parameter: nn.Parameter, like: nn.Parameter, cut: Ranges, shape: tuple[int, ...]
+    ) -> nn.Parameter:
+        """Return the added ``parameter`` of this rank's experts, trained like their weight ``like``.
+
+        ``cut`` cuts the parameter of all experts, of ``shape``. Collective.
+        """
+        raise EngineError(f"{self.title} cannot train adapters of experts that ranks share")
 
     # The model as it is called, before training and around each batch.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
@@ -19,6 +20,29 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from zerostart.geometry.layout import Parallelism
+
+_SHARED = "_zerostart_shared_experts"
+
+
+@dataclass(frozen=True)
+class SharedExperts:
+    """The experts of one module that the ranks of a group share."""
+
+    #: Number of experts of each rank, and the place of this rank in the group.
+    counts: Sequence[int]
+    rank: int
+    #: Functions that make the tensors of a forward from local parameters, by their names.
+    changes: dict[str, Callable[[torch.Tensor], torch.Tensor]] = field(default_factory=dict)
+
+    def bounds(self, rank: int) -> tuple[int, int]:
+        """Return the number of the first expert of ``rank``, and the number after the last."""
+        first = sum(self.counts[:rank])
+        return first, first + self.counts[rank]
+
+
+def shared_experts(module: nn.Module) -> SharedExperts | None:
+    """Return how ranks share the experts of ``module``, None if they do not."""
+    return vars(module).get(_SHARED)
 
 
 def expert_modules(model: nn.Module, parallelism: Parallelism) -> dict[nn.Module, dict[str, str]]:
@@ -53,6 +77,7 @@ def exchange_tokens(
     run = functools.partial(_run, own_forward) if copies == 1 else _dividing(own_forward, copies)
     rank, size = dist.get_rank(group), len(counts)
     module.num_experts = counts[rank]
+    vars(module)[_SHARED] = SharedExperts(counts, rank)
     owner = torch.repeat_interleave(torch.arange(size, device="cpu"), torch.tensor(counts, device="cpu"))
     # Number of each rank's first expert, to convert expert numbers into the owner's own.
     first = torch.tensor([0, *accumulate(counts)][:size], device="cpu")
@@ -65,7 +90,7 @@ def exchange_tokens(
     def forward(
         hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        with _local_parameters(experts):
+        with local_parameters(experts):
             return _serve(
                 run, group, alike, owners(hidden_states.device), hidden_states, top_k_index, top_k_weights
             )
@@ -202,12 +227,18 @@ def _all_to_all(
 
 
 @contextlib.contextmanager
-def _local_parameters(module: nn.Module) -> Iterator[None]:
-    parameters: dict[str, Any] = module._parameters
-    whole = {name: p for name, p in parameters.items() if isinstance(p, DTensor)}
-    # In the dictionary itself: setattr would register new parameters and call hooks.
-    parameters.update({name: parameter.to_local() for name, parameter in whole.items()})
+def local_parameters(module: nn.Module) -> Iterator[None]:
+    """Let ``module`` see its local parameters, with the changes of a forward of shared experts."""
+    changes = shared.changes if (shared := shared_experts(module)) else {}
+    tensors: dict[str, Any] = {}
+    for name, parameter in module._parameters.items():
+        local: Any = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        if local is not parameter or name in changes:
+            tensors[name] = changes[name](local) if name in changes else local
+    # As plain attributes, which come first: engines look at the parameters during the forward, too.
+    vars(module).update(tensors)
     try:
         yield
     finally:
-        parameters.update(whole)
+        for name in tensors:
+            del vars(module)[name]

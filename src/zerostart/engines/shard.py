@@ -133,8 +133,13 @@ _WRAPPED = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "base_layer"})
 
 
 def plain_name(name: str) -> str:
-    """Return ``name`` without the parts that wrappers of the model have added."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPED)
+    """Return ``name`` without the parts that wrappers of the model have added.
+
+    A wrapper of PEFT inside another keeps its part: both have adapters of the same names.
+    """
+    parts = name.split(".")
+    inner = zip(parts, (*parts[1:], ""), strict=True)
+    return ".".join(p for p, after in inner if p not in _WRAPPED or after.startswith("lora_"))
 
 
 def loaded_names(model: nn.Module) -> dict[str, str]:

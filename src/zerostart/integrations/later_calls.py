@@ -44,12 +44,12 @@ _pretrained = SavingCalls(SAVE_PRETRAINED)
 
 
 def _call_peft(name: str) -> Any:
-    """Return a call of the named function of ``integrations.peft``."""
+    """Return a call of the named function of ``integrations.peft`` or ``expert_adapters``."""
 
     def call_it(*args: object, **kwargs: object) -> object:
-        from zerostart.integrations import peft
+        from zerostart.integrations import expert_adapters, peft
 
-        return getattr(peft, name)(*args, **kwargs)
+        return getattr(expert_adapters if hasattr(expert_adapters, name) else peft, name)(*args, **kwargs)
 
     return call_it
 
@@ -60,6 +60,8 @@ _CALLS = (
     "merge_adapter",
     "unmerge_adapter",
     "read_adapter_state",
+    "add_factors",
+    "activate_factors",
 )
 _adapter_calls = AdapterCalls(*map(_call_peft, _CALLS))
 _lora_shapes = LoraShapes(_call_peft("show_whole_shapes"))

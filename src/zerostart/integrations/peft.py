@@ -13,10 +13,18 @@ from torch.distributed.fsdp import FSDPModule
 
 from zerostart.distributed.world import current_world
 from zerostart.engines import Shard, engine_families
+from zerostart.engines.exchange import shared_experts
 from zerostart.errors import ConfigError
 from zerostart.integrations.barrier import barrier
+from zerostart.integrations.expert_adapters import adopt_factors
 from zerostart.live.full_tensors import gather_tensor
-from zerostart.live.model import find_loaded_models, find_shards, find_surrounding_loads, get_record
+from zerostart.live.model import (
+    LiveModel,
+    find_loaded_models,
+    find_shards,
+    find_surrounding_loads,
+    get_record,
+)
 from zerostart.state.editing import master_of, put_elements
 
 #: For each layer with adapters: the loaded model around it.
@@ -48,28 +56,14 @@ def inject_adapter(original: Callable[[], object], model: nn.Module, of_values: 
             raise ConfigError(refusal) from error
         raise
     for part, before in parts:
-        _check_experts(part, before)
-        added = [p for p in part.parameters() if id(p) not in before]
+        factors = {id(p) for p in adopt_factors(part, before)}
+        added = [p for p in part.parameters() if id(p) not in before and id(p) not in factors]
         if added:
             get_record(part).engine.synchronize_added(part, added)
             _parts.update(
                 (module, weakref.ref(part)) for module in part.modules() if hasattr(module, "merge")
             )
     return result
-
-
-def _check_experts(part: nn.Module, before: set[int]) -> None:
-    """Raise ConfigError for adapters of sharded experts: each rank would train its own."""
-    cuts = get_record(part).parallelism.experts.cuts
-    owners = {name.rpartition(".")[0] + "." for name in cuts}
-    for name, parameter in part.named_parameters():
-        if id(parameter) not in before and any(name.startswith(owner) for owner in owners):
-            raise ConfigError(
-                f"{name} is an adapter of experts of {type(part).__name__}, which are sharded "
-                f"(expert_parallel={get_record(part).engine.mesh.expert_parallel}), but an adapter is "
-                "the same on every rank; use expert_parallel=1, or leave experts out of "
-                "target_parameters"
-            )
 
 
 def add_prompt_encoder(original: Callable[[], object], model: nn.Module) -> object:
@@ -93,6 +87,11 @@ def merge_adapter(original: Callable[[], object], layer: Any, action: str) -> ob
             unit.reshard()  # changes to weights that a forward left gathered would be lost
     shards = find_shards(layer, world)
     parameters = [layer.get_parameter(name) for name in shards]
+    if hasattr(layer, "num_experts") and shared_experts(layer.get_base_layer()) is not None:
+        raise ConfigError(
+            f"{action} of an adapter of experts that ranks share is not available; use "
+            "zerostart.save(model, path, merge_adapters=True)"
+        )
     if not shards or any(e.is_gathered(p) for e in engine_families() for p in parameters):
         return original()  # GatheredParameters writes the changes back
     return _run_whole(original, layer, shards, action)
@@ -161,12 +160,12 @@ def read_adapter_state(original: Callable[..., Any], model: nn.Module, *args: An
     world = current_world()
     if arguments.get("state_dict") is not None:
         return original(model, *args, **kwargs)
-    shards = find_shards(model, world)
+    shards = LiveModel(model, world).sharded
     # PEFT selects and renames tensors. It gets meta tensors, which are identified by id afterwards.
     twins: dict[str, torch.Tensor] = {}
     by_twin: dict[int, Shard] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        shard = shards.get(name)
+        shard = shards.get(id(tensor))
         if shard is None:
             twins[name] = tensor.detach()
         else:

@@ -39,7 +39,7 @@ from zerostart.engines.state import (
 )
 from zerostart.engines.training import AccelerateSetup, EngineConfig, TrainingJob
 from zerostart.errors import ConfigError, EngineError
-from zerostart.geometry.layout import Layout, Mesh, Parallelism, flat_partition
+from zerostart.geometry.layout import Layout, Mesh, Parallelism, Ranges, flat_partition
 from zerostart.geometry.layout.layout import FlatRules
 from zerostart.upstream.deepspeed import engine as editing
 from zerostart.upstream.deepspeed import engine as upstream
@@ -226,6 +226,14 @@ class DeepSpeed(Engine):
         ranks = self.mesh.sequence_parallel, self.mesh.world_size
         return accelerate_setup(mixed_precision, self.config or {}, *ranks)
 
+    def adopt_expert(
+        self, parameter: nn.Parameter, like: nn.Parameter, cut: Ranges, shape: tuple[int, ...]
+    ) -> nn.Parameter:
+        from zerostart.upstream.deepspeed.experts import mark_like
+
+        mark_like(parameter, like)
+        return parameter
+
     def exempt_unreached(self, model: nn.Module) -> None:
         # Their gradients are zero in flat tensors.
         from zerostart.engines.deepspeed.training import exempt_unreached
@@ -349,8 +357,8 @@ class ZeroThree(DeepSpeed):
         # ``deepspeed.initialize`` partitions them, and each rank provides its part.
         from zerostart.engines.training import broadcast_added
 
-        # Cut parameters differ between ranks, so rank 0's values are not valid for all.
-        if not self.mesh.parallel:
+        # Slices of tensors differ between ranks, so rank 0's values are not valid for all.
+        if self.mesh.tensor_parallel == 1:
             broadcast_added(lambda: added)
 
     def offer_masters(self, model: nn.Module, rounded: Collection[str], reader: MasterReader | None) -> None:

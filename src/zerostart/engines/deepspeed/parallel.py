@@ -102,8 +102,13 @@ def _local(old: nn.Parameter | None, shape: tuple[int, ...]) -> nn.Parameter:
 def expert_shards(model: nn.Module, parallelism: Parallelism, rank: int) -> dict[str, Shard]:
     """Return the current ZeRO-3 partitions, with layouts of the unsharded parameters."""
     names = loaded_names(model)
-    shards = current_shards(model)
-    for alias, shard in shards.items():
+    partitions = current_shards(model)
+    shards = dict(partitions)
+    for alias, parameter in model.named_parameters(remove_duplicate=False):
+        if alias not in shards and parallelism.is_expert(names[alias]):
+            # An adapter that ``deepspeed.initialize`` has not partitioned yet.
+            shards[alias] = _held(parallelism, names[alias], parameter, rank)
+    for alias, shard in partitions.items():
         name = names[alias]  # A tied parameter has the layout of its first name.
         if parallelism.is_expert(name) or parallelism.mesh.tensor_parallel > 1:
             at = functools.partial(_layout, parallelism, name)
@@ -124,9 +129,7 @@ def flat_expert_shards(model: nn.Module, parallelism: Parallelism, rank: int) ->
     for alias, parameter in model.named_parameters(remove_duplicate=False):
         name = names[alias]
         if parallelism.cut(name) is not None:
-            at = held_layouts(parallelism, name)
-            holders = parallelism.owners(name, rank)
-            found[alias] = Shard(name, at(rank), parameter.detach().view(-1), at, holders)
+            found[alias] = _held(parallelism, name, parameter, rank)
         elif mesh.tensor_parallel > 1:
             # Whole on every rank, but ranks that share tensors update the same part of it.
             at = functools.partial(_whole, tuple(parameter.shape))
@@ -134,6 +137,11 @@ def flat_expert_shards(model: nn.Module, parallelism: Parallelism, rank: int) ->
             storage = parameter.detach().view(-1)
             found[alias] = Shard(name, at(rank), storage, at, holders, stepped=mesh.tensor(rank))
     return found
+
+
+def _held(parallelism: Parallelism, name: str, parameter: nn.Parameter, rank: int) -> Shard:
+    at = held_layouts(parallelism, name)
+    return Shard(name, at(rank), parameter.detach().view(-1), at, parallelism.owners(name, rank))
 
 
 def _whole(shape: tuple[int, ...], rank: int) -> Layout:

@@ -23,7 +23,7 @@ from zerostart.engines.shard import Shard
 from zerostart.engines.state import OptimizerState, TrainingState
 from zerostart.engines.training import AccelerateSetup, EngineConfig, TrainingJob
 from zerostart.errors import ConfigError, EngineError
-from zerostart.geometry.layout import Mesh, Parallelism
+from zerostart.geometry.layout import Mesh, Parallelism, Ranges
 from zerostart.geometry.layout.layout import FlatRules
 from zerostart.models import Alias
 from zerostart.upstream.accelerate.plugins import launched_fsdp_version
@@ -226,9 +226,15 @@ class FSDP2(Engine):
         from zerostart.engines.fsdp2.units import share_added
 
         if self.uses_fully_shard:
-            axes = ("expert_parallel", "tensor_parallel")
-            shared = [f"{axis}={size}" for axis in axes if (size := getattr(self.mesh, axis)) > 1]
-            share_added(model, added, f"with {' and '.join(shared)}" if shared else "")
+            size = self.mesh.tensor_parallel
+            share_added(model, added, f"with tensor_parallel={size}" if size > 1 else "")
+
+    def adopt_expert(
+        self, parameter: nn.Parameter, like: Any, cut: Ranges, shape: tuple[int, ...]
+    ) -> nn.Parameter:
+        from zerostart.engines.fsdp2.parallel import adopt_expert
+
+        return adopt_expert(parameter, like, cut, shape)
 
     def begin_batch(self, model: nn.Module, last: bool) -> None:
         from torch.distributed.fsdp import FSDPModule

@@ -7,7 +7,7 @@ everywhere, but they have fewer owners: so the sum is divided by the number of b
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -23,6 +23,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from zerostart.distributed.world import World, default_device
 from zerostart.engines.engine import ShardMaker
 from zerostart.engines.exchange import exchange_tokens, expert_modules
+from zerostart.engines.flat_buffers import held_layouts
 from zerostart.engines.fsdp2.settings import FSDP2Settings, MeshShares
 from zerostart.engines.fsdp2.storage import arena_of, give_storage, reshard_units
 from zerostart.engines.fsdp2.units import find_scalars, list_units, shard_units
@@ -30,7 +31,8 @@ from zerostart.engines.parallelism import share_draws
 from zerostart.engines.shard import Shard, loaded_names, replace_everywhere
 from zerostart.engines.training import EngineConfig
 from zerostart.errors import EngineError
-from zerostart.geometry.layout import Parallelism, Ranges, ShardSpec
+from zerostart.geometry import row_major_strides
+from zerostart.geometry.layout import Layout, Parallelism, Ranges, ShardSpec
 from zerostart.upstream.transformers.distributed import require_styles, run_in_style
 
 
@@ -136,6 +138,38 @@ class FSDP2Shards(ShardMaker):
         unit.set_force_sum_reduction_for_comms(not alone)
 
 
+def adopt_expert(parameter: nn.Parameter, like: DTensor, cut: Ranges, shape: tuple[int, ...]) -> nn.Parameter:
+    """Return ``parameter`` of this rank's experts as a DTensor, whole on each of their owners.
+
+    No unit gathers it: adapters are small, and the owners average its gradient.
+    """
+    mesh, placement = like.device_mesh, _placement(ShardSpec(cut.dim, len(cut.ranks[0])), len(shape))
+    axes = mesh.mesh_dim_names or ()
+    owners = [mesh.get_group(axis) for axis in axes if axis != "expert"]
+    with torch.no_grad():
+        for group in owners:
+            dist.broadcast(parameter, group=group, group_src=0)
+    placements = [placement if axis == "expert" else Replicate() for axis in axes]
+    stride = row_major_strides(shape)
+    data = DTensor.from_local(
+        parameter.data, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+    )
+    new: Any = nn.Parameter(data, requires_grad=parameter.requires_grad)
+    # Tokens of all ranks that share the experts have added to the gradient.
+    new.register_hook(functools.partial(torch.mul, other=1 / mesh["expert"].size()))
+    new.register_post_accumulate_grad_hook(functools.partial(_average, owners))
+    adopted: nn.Parameter = new
+    return adopted
+
+
+def _average(groups: Sequence[dist.ProcessGroup], parameter: torch.Tensor) -> None:
+    gradient: Any = parameter.grad
+    for group in groups:
+        # Earlier gradients in the sum are equal on all ranks, and their average is the same.
+        dist.all_reduce(gradient.to_local(), group=group)
+        gradient.to_local().div_(dist.get_world_size(group))
+
+
 def parallel_shards(
     model: nn.Module, settings: FSDP2Settings, parallelism: Parallelism, rank: int
 ) -> dict[str, Shard]:
@@ -150,22 +184,25 @@ def parallel_shards(
         if isinstance(parameter, DTensor)
     }
     has_placements = settings.shard_placement_fn is not None
-    dims = {name: _dimension(parameter) for name, parameter in sharded.values()}
+    dims = {name: dim for name, p in sharded.values() if (dim := _dimension(p)) is not None}
     shares = MeshShares.of(settings, parallelism, dims if has_placements else None)
     shards = {}
     for alias, (name, parameter) in sharded.items():
-        at = functools.partial(shares.layout, name, tuple(parameter.shape))
+        at: Callable[[int], Layout] = functools.partial(shares.layout, name, tuple(parameter.shape))
+        held = shares.holders(name, rank)
+        if _dimension(parameter) is None:
+            at, held = held_layouts(parallelism, name), parallelism.owners(name, rank)
         local = parameter.to_local().detach().view(-1)
-        shards[alias] = Shard(name, at(rank), local, at, shares.holders(name, rank))
+        shards[alias] = Shard(name, at(rank), local, at, held)
     return shards
 
 
-def _dimension(parameter: DTensor) -> int:
-    """The dimension along which owners share ``parameter``; see ``FSDP2Shards._meshes``."""
+def _dimension(parameter: DTensor) -> int | None:
+    """The dimension along which owners share ``parameter``; None if each holds all of it."""
     axes = parameter.device_mesh.mesh_dim_names
     assert axes is not None, "the meshes of a load have names"
     placement: Any = parameter.placements[axes.index("shard")]
-    return int(placement.dim)
+    return None if placement.is_replicate() else int(placement.dim)
 
 
 # Tensor parallelism under FSDP2: parameters as DTensors over the tensor mesh, modules in their styles.

@@ -155,8 +155,14 @@ def current_shards(model: nn.Module) -> dict[str, Shard]:
     reshard_units(model)
     shards = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if isinstance(parameter, DTensor):
+        if isinstance(parameter, DTensor) and not _is_cut(parameter):
             at = functools.partial(sharded_layout, parameter)
             local = parameter.to_local().detach().view(-1)
             shards[name] = Shard(name, at(dist.get_rank()), local, at, holders(parameter))
     return shards
+
+
+def _is_cut(parameter: DTensor) -> bool:
+    """Return whether a load has cut ``parameter`` by experts or tensors: only its record has the layout."""
+    axes = {*(parameter.device_mesh.mesh_dim_names or ())}
+    return "shard" in axes and bool(axes & {"expert", "tensor"})

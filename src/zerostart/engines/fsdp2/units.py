@@ -323,8 +323,7 @@ class _AverageHook:
                 if torch.is_grad_enabled():
                     raise EngineError(
                         f"{self._module} was added after the load, and nothing averages its gradients over "
-                        "the ranks; use tensor_parallel=1, and expert_parallel=1 unless accelerate prepares "
-                        "the model, which shards it"
+                        "the ranks; use tensor_parallel=1"
                     )
             elif parameter.requires_grad:
                 setattr(parameter, _HAS_HOOK, True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from zerostart.errors import ConfigError
 from zerostart.geometry.layout.layout import Section, entire, packed, ranged
@@ -236,6 +236,11 @@ class Parallelism:
     experts: ParallelPlan = field(default_factory=ParallelPlan)
     tensors: ParallelPlan = field(default_factory=ParallelPlan)
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def add_experts(self, cuts: Mapping[str, Ranges], shapes: Mapping[str, tuple[int, ...]]) -> Parallelism:
+        """Return the same with more parameters that are cut by experts."""
+        experts = replace(self.experts, cuts={**self.experts.cuts, **cuts})
+        return replace(self, experts=experts, shapes={**self.shapes, **shapes})
 
     def is_expert(self, name: str) -> bool:
         """True if ``name`` is cut by experts."""

@@ -239,9 +239,12 @@ def merge_into_weights(model: nn.Module, tensors: Sequence[LogicalTensor]) -> li
         own = f"{name}."
         # Tensors of the adapter are not saved: they are merged into the base layer's weight.
         adapter_tensors |= {n for n in by_name if n.startswith(own) and not n.startswith(f"{own}base_layer.")}
+        base, inner = f"{name}.base_layer", layer.base_layer
+        while hasattr(inner, "base_layer"):  # each parameter of experts has a layer around them
+            base, inner = f"{base}.base_layer", inner.base_layer
+        item = by_name.get(f"{base}.{getattr(layer, 'parameter_name', 'weight')}")
         # Each delta gathers its factors: ranks have the same layers and adapters in the same order.
-        deltas = [_make_delta(name, layer, adapter, by_name) for adapter in _unmerged_adapters(layer)]
-        item = by_name.get(f"{name}.base_layer.weight")
+        deltas = [_make_delta(name, layer, adapter, by_name, item) for adapter in _unmerged_adapters(layer)]
         if deltas and item is None:
             raise ConfigError(f"{name}: an adapter of this kind cannot be merged; use adapters_only=True")
         if item is not None and deltas:
@@ -287,16 +290,26 @@ class _Delta:
     turned: bool
     dtype: torch.dtype
 
+    #: Number of experts whose products follow each other.
+    experts: int = 1
+
     def rows(self, first: int, stop: int) -> torch.Tensor:
         """Return rows ``first`` to ``stop``, as PEFT computes them."""
-        if self.turned:
-            product = (self.b @ self.a[:, first:stop]).T * self.scaling
-        else:
-            product = (self.b[first:stop] @ self.a) * self.scaling
-        return product.to(self.dtype)
+        count = self.a.shape[1] if self.turned else self.b.shape[0]
+        factors: Any = self.a  # whose method has no types
+        parts = []
+        for expert in range(first // count, -(-stop // count)):
+            low, high = max(first - expert * count, 0), min(stop - expert * count, count)
+            # The rows of A are sorted by expert; the columns of B begin again with the first expert.
+            a = factors.unflatten(0, (self.experts, -1))[expert]
+            b = self.b[:, expert :: self.experts]
+            parts.append((b @ a[:, low:high]).T if self.turned else b[low:high] @ a)
+        return (torch.cat(parts) * self.scaling).to(self.dtype)
 
 
-def _make_delta(name: str, layer: Any, adapter: str, tensors: Mapping[str, LogicalTensor]) -> _Delta:
+def _make_delta(
+    name: str, layer: Any, adapter: str, tensors: Mapping[str, LogicalTensor], item: LogicalTensor | None
+) -> _Delta:
     variant = adapter in getattr(layer, "lora_variant", {}) or layer.lora_bias.get(adapter, False)
     factor_names = _factor_names(layer, adapter)
     factors = [tensors.get(f"{name}.{factor}") for factor in factor_names or ()]
@@ -308,11 +321,15 @@ def _make_delta(name: str, layer: Any, adapter: str, tensors: Mapping[str, Logic
     a, b = (_gather(factor) for factor in factors if factor is not None)
     embedding = "embedding" in (factor_names or ("",))[0]
     turned = bool(getattr(layer, "fan_in_fan_out", False)) or embedding
-    # PEFT casts the product for an embedding before it adds it.
-    dtype = layer.get_base_layer().weight.dtype if embedding else b.dtype
+    dtype, experts = b.dtype, 1
+    if item is not None and (embedding or hasattr(layer, "parameter_name")):
+        dtype = item.shard.storage.dtype  # PEFT casts the product before it adds it.
+        if len(item.shard.layout.shape) == 3:
+            experts = item.shard.layout.shape[0]
+            turned = bool(getattr(layer.get_base_layer(), "is_transposed", False))
     if b.dtype in (torch.float16, torch.bfloat16):  # as PEFT does on the CPU
         a, b = a.float(), b.float()
-    return _Delta(a, b, float(layer.scaling[adapter]), turned, dtype)
+    return _Delta(a, b, float(layer.scaling[adapter]), turned, dtype, experts)
 
 
 def _gather(factor: LogicalTensor) -> torch.Tensor:
@@ -333,7 +350,7 @@ class _Merge:
 
     def __init__(self, deltas: tuple[_Delta, ...], layout: Layout) -> None:
         self._deltas = deltas
-        self._columns = layout.shape[1]
+        self._columns = layout.shape[-1]
         self._runs = layout.runs()
 
     def __call__(self, first: int, data: torch.Tensor) -> torch.Tensor:

@@ -74,6 +74,26 @@ def mark_flat_expert(parameter: Any, groups: ExpertGroups) -> None:
     mark_expert_of(parameter, _marks.ticket())
 
 
+#: Marks of an expert, from here and from ``construction.note_shared``.
+_ATTRIBUTES = (
+    "ds_zero_placement_family",
+    "ds_zero_partition_group_name",
+    "ds_zero_partition_process_group",
+    "allreduce",
+    "group_name",
+    "tensor_model_parallel",
+    "_zerostart_flat_expert",
+    "_zerostart_shared_expert",
+)
+
+
+def mark_like(parameter: Any, expert: Any) -> None:
+    """Give ``parameter`` the marks of a parameter of the same experts."""
+    for name in _ATTRIBUTES:
+        if hasattr(expert, name):
+            setattr(parameter, name, getattr(expert, name))
+
+
 def _enter(stack: ExitStack) -> None:
     for patches in (grouping, own_state_dicts):
         patches.open()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import itertools
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +56,12 @@ _PROMPTS = Use(
     "_setup_prompt_encoder(adapter_name)",
     "what stands around a model in shards is the same on every rank",
 )
+_FACTORS = Use(
+    "peft.tuners.lora.layer:ParamWrapper",
+    "update_layer(adapter_name), _activate_lora(active_adapters), get_delta_factors(adapter_name), "
+    "get_base_layer, get_param, .lora_A, .lora_B, .num_experts, .parameter_name",
+    "adapters of experts that ranks share have the factors of each rank's own",
+)
 _REMEDY = "zerostart cannot take over adapters of models in shards"
 
 #: Names of mesh dimensions whose ranks compute with a part of a weight.
@@ -70,6 +76,10 @@ Injecting = Callable[[Callable[[], object], nn.Module, bool], object]
 Merging = Callable[[Callable[[], object], object, str], object]
 #: ``around(original, model)`` for the creation of a prompt encoder in ``model``.
 Surrounding = Callable[[Callable[[], object], nn.Module], object]
+#: ``around(original, layer, adapter)`` for the factors of a layer around experts.
+Factoring = Callable[[Callable[[], object], Any, str], None]
+#: ``change(layer, adapters)``, a context in which the layer's experts have the adapters added; None: PEFT's.
+Activating = Callable[[Any, Sequence[str]], AbstractContextManager[None] | None]
 #: ``instead(original, model, **arguments)`` for ``get_peft_model_state_dict``.
 Reading = Function
 
@@ -84,8 +94,12 @@ class AdapterCalls(RefCountedPatches):
         merging: Merging,
         disabling: Callable[[BaseTunerLayer], None],
         reading: Reading,
+        factoring: Factoring,
+        activating: Activating,
     ) -> None:
         super().__init__(self._enter)
+        self._factoring = factoring
+        self._activating = activating
         self._surrounding = surrounding
         self._disabling = disabling
         self._injecting = injecting
@@ -101,6 +115,7 @@ class AdapterCalls(RefCountedPatches):
             ((_TOKENS,), _wrap_tokens),
             ((_READ,), self._wrap_reading),
             ((_PROMPTS,), self._wrap_prompts),
+            ((_FACTORS,), self._wrap_factors),
         ):
             module = uses[0].owner.partition(":")[0]
             enter_on_import(stack, module, functools.partial(self._imported, uses, imported))
@@ -158,6 +173,18 @@ class AdapterCalls(RefCountedPatches):
 
     def _set_up(self, original: Function, model: nn.Module, adapter_name: str) -> Any:
         return self._surrounding(functools.partial(original, model, adapter_name), model)
+
+    def _wrap_factors(self, stack: ExitStack, module: ModuleType) -> None:
+        wrap(stack, module.ParamWrapper, "update_layer", self._factor)
+        wrap(stack, module.ParamWrapper, "_activate_lora", self._activate)
+
+    def _factor(self, original: Function, layer: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        call = functools.partial(original, layer, adapter_name, *args, **kwargs)
+        self._factoring(call, layer, adapter_name)
+
+    def _activate(self, original: Function, layer: Any, active_adapters: Sequence[str]) -> Any:
+        adapters = [adapter for adapter in active_adapters if adapter in layer.lora_A]
+        return self._activating(layer, adapters) or original(layer, active_adapters)
 
     def _wrap_reading(self, stack: ExitStack, module: ModuleType) -> None:
         wrap(stack, module, "get_peft_model_state_dict", self._reading, everywhere=True)
