@@ -1,4 +1,4 @@
-"""Scripts under ``accelerate launch``, on local CPU ranks, with and without the one added line."""
+"""Run scripts under ``accelerate launch`` on local CPU ranks, with and without zerostart's line."""
 
 import ast
 import os
@@ -11,19 +11,19 @@ from tests.processes import run_command
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "adoption"
 CONFIGS = {name: EXAMPLES / f"accelerate_config_{name}.yaml" for name in ("zero3", "zero2", "fsdp2")}
-#: The lines that a user adds to a script.
+#: The line that a user adds to a script.
 LINE = "import zerostart; zerostart.enable()"
-#: What transformers' log then has of each load.
+#: Text in transformers' log of each load by zerostart.
 ANNOUNCED = "zerostart loads the weights in shards"
-#: accelerate's own route on a host without accelerators, where it would let each rank train by itself.
+#: Enables accelerate's own FSDP2 on CPUs, where each rank would train by itself.
 REHEARSAL = (
     "from zerostart.upstream.accelerate.preparing import AcceleratorPatches; "
     "AcceleratorPatches(lambda model: False, lambda accelerator, model: None).open()"
 )
 
 
-def added(script: str, line: str) -> str:
-    """``script`` with ``line`` before its first statement that is no docstring and no future import."""
+def add_line(script: str, line: str) -> str:
+    """Insert ``line`` after the script's docstring and future imports."""
     lines = script.splitlines(keepends=True)
     for node in ast.parse(script).body:
         docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
@@ -33,11 +33,11 @@ def added(script: str, line: str) -> str:
     raise AssertionError("the script does nothing")
 
 
-def removed(script: str) -> str:
-    """One of our examples without zerostart."""
-    found, count = re.subn(r"^import zerostart\n\nzerostart\.enable\(\).*\n", "", script, flags=re.MULTILINE)
+def remove_line(script: str) -> str:
+    """Return one of our examples without zerostart."""
+    stock, count = re.subn(r"^import zerostart\n\nzerostart\.enable\(\).*\n", "", script, flags=re.MULTILINE)
     assert count == 1
-    return found
+    return stock
 
 
 def launch(
@@ -61,18 +61,23 @@ def launch(
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
     command += ["--num_processes", str(processes), "--main_process_port", "0", *options]
     command += [*(("-m", module) if module else ()), str(folder / "script.py"), *arguments]
-    told = {**os.environ, "TRANSFORMERS_VERBOSITY": "info", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    told.update(environment or {})
-    return run_command(command, folder, told, paths=paths, seconds=timeout, name="the script")
+    variables = {
+        **os.environ,
+        "TRANSFORMERS_VERBOSITY": "info",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    variables.update(environment or {})
+    return run_command(command, folder, variables, paths=paths, seconds=timeout, name="the script")
 
 
 def losses_of(output: str) -> list[float]:
-    """What our accelerate example prints."""
-    return [float(found) for found in re.findall(r"^step \d+ loss (\S+)$", output, flags=re.MULTILINE)]
+    """Parse the losses that our accelerate example prints."""
+    return [float(loss) for loss in re.findall(r"^step \d+ loss (\S+)$", output, flags=re.MULTILINE)]
 
 
-def tokenizer(folder: Path, words: int = 80) -> None:
-    """Leave a tokenizer of ``words`` words, w0 and so on, beside a tiny model."""
+def write_tokenizer(folder: Path, words: int = 80) -> None:
+    """Write a tokenizer of ``words`` words next to a tiny model."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,4 +1,4 @@
-"""Scripts over accelerate that save and resume as its documentation has it, with room for one added line."""
+"""accelerate scripts that save and resume as documented, with or without zerostart's line."""
 
 import os
 from datetime import timedelta
@@ -11,7 +11,7 @@ from tests.integrations.scripts import Data
 
 
 class Loop:
-    """A model, optimizer, schedule and data, prepared; ``adopt`` is the line, None for none."""
+    """A prepared training; ``adopt`` has the arguments of ``zerostart.enable``, None for stock."""
 
     def __init__(self, path: Path, environment: dict[str, str], adopt: dict[str, Any] | None) -> None:
         os.environ.update(environment)
@@ -45,11 +45,11 @@ class Loop:
 
     @property
     def bare(self) -> Any:
-        """The model as the script knows it."""
+        """Model before ``prepare``."""
         return self.accelerator.unwrap_model(self.model)
 
     def steps(self, count: int) -> list[float]:
-        """The losses of ``count`` steps on the first batches."""
+        """Train ``count`` steps on the first batches; return their losses."""
         losses = []
         for _, batch in zip(range(count), self.loader, strict=False):
             loss = self.model(**batch, use_cache=False).loss
@@ -62,17 +62,17 @@ class Loop:
         return losses
 
 
-def saved_every_way(
+def save_every_way(
     path: Path, out: Path, environment: dict[str, str], adopt: dict[str, Any] | None
 ) -> tuple[list[float], list[float]]:
-    """Train, save in all ways, and train on; the losses, and those of the second part."""
+    """Train, save in all ways, and train on; return the losses before and after."""
     loop = Loop(path, environment, adopt)
     accelerator, first = loop.accelerator, loop.steps(2)
     state = accelerator.get_state_dict(loop.model)
     main = accelerator.is_main_process
-    # As transformers and accelerate document it, on every rank.
+    # The documented call, on every rank.
     loop.bare.save_pretrained(out / "documented", is_main_process=main, state_dict=state)
-    if main:  # and as many scripts have it
+    if main:  # a common call
         loop.bare.save_pretrained(out / "main", state_dict=state)
     accelerator.wait_for_everyone()
     if adopt is not None:
@@ -85,17 +85,15 @@ def saved_every_way(
     return first, loop.steps(2)
 
 
-def resumed(
-    path: Path, state: Path, environment: dict[str, str], adopt: dict[str, Any] | None
-) -> list[float]:
-    """Go on from a state that another run has saved."""
+def resume(path: Path, state: Path, environment: dict[str, str], adopt: dict[str, Any] | None) -> list[float]:
+    """Continue from the saved state of another run."""
     loop = Loop(path, environment, adopt)
     loop.accelerator.load_state(str(state))
     return loop.steps(2)
 
 
-def alone(path: Path, out: Path, environment: dict[str, str], waits: bool) -> float:
-    """``save_pretrained`` on the main process alone; seconds until the error."""
+def save_on_one_rank(path: Path, out: Path, environment: dict[str, str], waits: bool) -> float:
+    """Call ``save_pretrained`` only on the main process; return the seconds until the error."""
     import time
 
     import pytest
@@ -104,12 +102,12 @@ def alone(path: Path, out: Path, environment: dict[str, str], waits: bool) -> fl
 
     loop = Loop(path, environment, {})
     if loop.accelerator.is_main_process:
-        begun = time.monotonic()
+        start = time.monotonic()
         with pytest.raises(
             ConfigError, match="every rank holds a part of the model, so call it on every rank"
         ):
             loop.bare.save_pretrained(out)
-        seconds = time.monotonic() - begun
+        seconds = time.monotonic() - start
         assert not out.exists() or not list(out.iterdir())
     else:
         seconds = 0.0

@@ -1,4 +1,4 @@
-"""Fine-tuning scripts as users write them, with room for one added line."""
+"""Fine-tuning scripts as users write them, with or without zerostart's line."""
 
 import json
 import os
@@ -17,12 +17,12 @@ class Data(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         item = {"input_ids": SEQUENCES[index], "labels": SEQUENCES[index]}
         if "PARALLELISM_CONFIG_SP_SIZE" in os.environ:
-            item["position_ids"] = torch.arange(SEQUENCES.shape[1])  # which Ulysses wants of every batch
+            item["position_ids"] = torch.arange(SEQUENCES.shape[1])  # required by Ulysses
         return item
 
 
 def sequences(key: str, size: int = 2) -> dict[str, str]:
-    """The environment that ``accelerate launch`` makes of ranks that share sequences."""
+    """Return ``accelerate launch``'s environment for ranks that share sequences."""
     return {
         "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
         f"PARALLELISM_CONFIG_{key}_SIZE": str(size),
@@ -30,8 +30,8 @@ def sequences(key: str, size: int = 2) -> dict[str, str]:
     }
 
 
-def zero3(folder: Path, **more: Any) -> dict[str, str]:
-    """The environment that ``accelerate launch`` makes of a DeepSpeed ZeRO-3 configuration."""
+def zero3(folder: Path, **overrides: Any) -> dict[str, str]:
+    """Return ``accelerate launch``'s environment for a DeepSpeed ZeRO-3 configuration."""
     config = {
         "train_micro_batch_size_per_gpu": "auto",
         "train_batch_size": "auto",
@@ -39,7 +39,7 @@ def zero3(folder: Path, **more: Any) -> dict[str, str]:
         "gradient_clipping": "auto",
         "zero_allow_untested_optimizer": True,
         "zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True},
-        **more,
+        **overrides,
     }
     folder.mkdir(exist_ok=True)
     path = folder / "ds_config.json"
@@ -51,8 +51,8 @@ def zero3(folder: Path, **more: Any) -> dict[str, str]:
     }
 
 
-def fsdp2(**more: str) -> dict[str, str]:
-    """The environment that ``accelerate launch`` makes of an FSDP2 configuration."""
+def fsdp2(**overrides: str) -> dict[str, str]:
+    """Return ``accelerate launch``'s environment for an FSDP2 configuration."""
     return {
         "ACCELERATE_USE_FSDP": "true",
         "FSDP_VERSION": "2",
@@ -60,8 +60,19 @@ def fsdp2(**more: str) -> dict[str, str]:
         "FSDP_RESHARD_AFTER_FORWARD": "true",
         "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
         "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
-        **more,
+        **overrides,
     }
+
+
+def training_arguments(out: Path, **options: Any) -> Any:
+    """Return the Trainer's arguments for a short training without checkpoints."""
+    from transformers import TrainingArguments
+
+    # Without a backend, accelerate would run one process on hosts without an accelerator.
+    defaults = {"learning_rate": 1e-2, "logging_steps": 1, "save_strategy": "no", "ddp_backend": "gloo"}
+    return TrainingArguments(
+        output_dir=str(out), **{**defaults, "report_to": [], "disable_tqdm": True, **options}
+    )
 
 
 def trainer_script(
@@ -72,32 +83,22 @@ def trainer_script(
     adopt: dict[str, Any] | None,
     loading: dict[str, Any],
 ) -> dict[str, Any]:
-    """The HF Trainer, as in transformers' examples; ``adopt`` is the line that is added, None for none."""
+    """Train with the HF Trainer, with ``zerostart.enable(**adopt)`` unless ``adopt`` is None."""
     os.environ.update(environment)
     if "FSDP_VERSION" in environment and adopt is None:
         from zerostart.upstream.accelerate.preparing import AcceleratorPatches
 
-        # accelerate's own FSDP2, which without this it would not use on CPUs.
+        # Enables accelerate's own FSDP2 on CPUs.
         AcceleratorPatches(lambda model: False, lambda accelerator, model: None).open()
-    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+    from transformers import AutoModelForCausalLM, Trainer
 
     if adopt is not None:
         import zerostart
 
         zerostart.enable(**adopt)
-    lora = arguments.pop("lora", None)
-    args = TrainingArguments(
-        output_dir=str(out),
-        max_steps=3,
-        per_device_train_batch_size=arguments.pop("batch_size", 2),
-        learning_rate=1e-2,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        seed=3,
-        # accelerate makes one process of several without an accelerator, unless it is told the backend.
-        **{"ddp_backend": "gloo", **arguments},
+    lora, batch_size = arguments.pop("lora", None), arguments.pop("batch_size", 2)
+    args = training_arguments(
+        out, **{"max_steps": 3, "per_device_train_batch_size": batch_size, "seed": 3, **arguments}
     )
     model: Any = AutoModelForCausalLM.from_pretrained(path, **loading)
     if lora is not None:
@@ -109,15 +110,15 @@ def trainer_script(
     trainer.train()
     trainer.save_model(str(out))
     logs = trainer.state.log_history
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "losses": [entry["loss"] for entry in logs if "loss" in entry],
         "norms": [entry["grad_norm"] for entry in logs if "grad_norm" in entry],
     }
     if adopt is not None:
-        found["report"] = zerostart.report(model)
-        found["read"] = zerostart.report(model).read_bytes
-        found["model"] = type(model).__mro__[0].__name__
-    return found
+        result["report"] = zerostart.report(model)
+        result["read"] = zerostart.report(model).read_bytes
+        result["model"] = type(model).__mro__[0].__name__
+    return result
 
 
 def accelerate_script(
@@ -131,7 +132,7 @@ def accelerate_script(
     accumulation: int = 1,
     on_host: bool = True,
 ) -> dict[str, Any]:
-    """A loop of one's own over accelerate, as in transformers' ``run_clm_no_trainer``."""
+    """Train in a custom loop with accelerate, like transformers' ``run_clm_no_trainer``."""
     os.environ.update(environment)
     from accelerate import Accelerator
     from accelerate.utils import InitProcessGroupKwargs
@@ -146,7 +147,7 @@ def accelerate_script(
 
         AcceleratorPatches(lambda model: False, lambda accelerator, model: None).open()
 
-    def accelerated() -> Accelerator:
+    def make_accelerator() -> Accelerator:
         if not on_host:
             return Accelerator(mixed_precision=precision)
         if "FSDP_VERSION" in environment:
@@ -155,9 +156,9 @@ def accelerate_script(
         return Accelerator(mixed_precision=precision, kwargs_handlers=handlers)
 
     set_seed(11)
-    accelerator = None if model_first else accelerated()
+    accelerator = None if model_first else make_accelerator()
     model = AutoModelForCausalLM.from_pretrained(path, **(loading or {}))
-    accelerator = accelerator or accelerated()
+    accelerator = accelerator or make_accelerator()
     if adapter:
         from peft import LoraConfig, get_peft_model
 

@@ -46,8 +46,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def loaded(path: Path, settings: dict[str, Any], loading: dict[str, Any], out: Path) -> dict[str, Any]:
-    # The line comes before the imports, and does not pay for diffusers.
+def load_enabled(path: Path, settings: dict[str, Any], loading: dict[str, Any], out: Path) -> dict[str, Any]:
+    # enable() before the imports does not import diffusers itself.
     zerostart.enable(**settings)
     assert "diffusers" not in sys.modules
     from diffusers import WanTransformer3DModel
@@ -56,26 +56,26 @@ def loaded(path: Path, settings: dict[str, Any], loading: dict[str, Any], out: P
     check_start(WanTransformer3DModel, settings)
     zerostart.disable()
     assert zerostart.report(model).engine == settings["engine"]
-    found = facts(model, info)
-    found["tensors"] = dict(zerostart.full_tensors(model, rank=None))
-    alone = WanTransformer3DModel.from_pretrained(path, **loading)
-    assert type(next(alone.parameters()).data) is torch.Tensor
+    result = attributes_of(model, info)
+    result["tensors"] = dict(zerostart.full_tensors(model, rank=None))
+    whole = WanTransformer3DModel.from_pretrained(path, **loading)
+    assert type(next(whole.parameters()).data) is torch.Tensor
     # As in diffusers' scripts: only the main process saves a model that is not sharded.
     model.save_pretrained(out, is_main_process=torch.distributed.get_rank() == 0)
-    return found
+    return result
 
 
 def check_start(kind: Any, settings: dict[str, Any]) -> None:
-    """Without a checkpoint, diffusers loads a whole model and ``load`` a sharded one, on any rank."""
+    """Check that models without a checkpoint start alike in diffusers and in ``load``."""
     torch.manual_seed(3)
     whole = kind.from_config(CONFIG)
     assert all(type(parameter.data) is torch.Tensor for parameter in whole.parameters())
     torch.manual_seed(3)
-    made = zerostart.load(None, model=lambda: kind.from_config(CONFIG), progress=False, **settings)
-    assert zerostart.digest(made) == zerostart.digest(whole)
+    model = zerostart.load(None, model=lambda: kind.from_config(CONFIG), progress=False, **settings)
+    assert zerostart.digest(model) == zerostart.digest(whole)
 
 
-def facts(model: Any, info: dict[str, Any]) -> dict[str, Any]:
+def attributes_of(model: Any, info: dict[str, Any]) -> dict[str, Any]:
     return {
         "config": dict(model.config),
         "training": model.training,
@@ -89,7 +89,7 @@ def stock(path: Path, loading: dict[str, Any]) -> dict[str, Any]:
     from diffusers import WanTransformer3DModel
 
     model, info = WanTransformer3DModel.from_pretrained(path, output_loading_info=True, **loading)
-    return {**facts(model, info), "tensors": dict(model.state_dict())}
+    return {**attributes_of(model, info), "tensors": dict(model.state_dict())}
 
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -114,14 +114,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
         pytest.param("fsdp2", "missing", marks=pytest.mark.slow),
     ],
 )
-def test_as_without_zerostart(setting: str, case: str, folder: Path, tmp_path: Path) -> None:
+def test_a_load_equals_diffusers(setting: str, case: str, folder: Path, tmp_path: Path) -> None:
     name, loading = CASES[case]
     expected = stock(folder / name, loading)
-    found = run_ranks(loaded, 2, folder / name, SETTINGS[setting], loading, tmp_path / "saved")
+    results = run_ranks(load_enabled, 2, folder / name, SETTINGS[setting], loading, tmp_path / "saved")
     saved = stock(tmp_path / "saved", loading)
     assert saved["config"] | {"_name_or_path": ""} == expected["config"] | {"_name_or_path": ""}
-    assert [n for n, t in saved["tensors"].items() if not torch.equal(t, found[0]["tensors"][n])] == []
-    for ours in found:
+    assert [n for n, t in saved["tensors"].items() if not torch.equal(t, results[0]["tensors"][n])] == []
+    for ours in results:
         missing = set(ours["info"]["missing_keys"])
         assert missing == ({"proj_out.bias"} if case == "missing" else set())
         assert ours["tensors"].keys() == expected["tensors"].keys()

@@ -18,11 +18,11 @@ from tests.integrations.launching import (
     CONFIGS,
     EXAMPLES,
     REHEARSAL,
-    added,
+    add_line,
     launch,
     losses_of,
-    removed,
-    tokenizer,
+    remove_line,
+    write_tokenizer,
 )
 from tests.processes import run_command
 from tests.tiny import TinyCheckpoints
@@ -30,13 +30,13 @@ from tests.tiny import TinyCheckpoints
 
 @pytest.fixture(scope="module")
 def folder(checkpoints: TinyCheckpoints, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model with a tokenizer, and a text."""
-    made = tmp_path_factory.mktemp("examples")
-    shutil.copytree(checkpoints("qwen3"), made / "model")
-    tokenizer(made / "model")
+    """Folder with a tiny model, its tokenizer, and a text."""
+    root = tmp_path_factory.mktemp("examples")
+    shutil.copytree(checkpoints("qwen3"), root / "model")
+    write_tokenizer(root / "model")
     words = random.Random(0).choices(range(3, 80), k=900)
-    (made / "text.txt").write_text(" ".join(f"w{n}" for n in words))
-    return made
+    (root / "text.txt").write_text(" ".join(f"w{n}" for n in words))
+    return root
 
 
 def weights(out: Path) -> dict[str, torch.Tensor]:
@@ -47,8 +47,8 @@ def weights(out: Path) -> dict[str, torch.Tensor]:
 def run(script: str, config: str, folder: Path, by: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Run an example ``by`` the added line, by ``zerostart run``, or as ``stock``."""
     text = (EXAMPLES / f"causal_lm_{script}.py").read_text()
-    plain = removed(text)
-    text = {"line": text, "run": plain, "stock": added(plain, REHEARSAL)}[by]
+    plain = remove_line(text)
+    text = {"line": text, "run": plain, "stock": add_line(plain, REHEARSAL)}[by]
     module = "zerostart" if by == "run" else None
     out = folder / script / config / by
     common = ["--model", str(folder / "model"), "--text", str(folder / "text.txt"), "--block", "12"]
@@ -71,31 +71,33 @@ SCRIPTS = [("accelerate", "zero2"), ("trainer", "zero3"), ("trainer", "fsdp2")]
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("script", "config"), SCRIPTS)
-def test_by_the_command_as_by_the_line(script: str, config: str, folder: Path) -> None:
-    losses, found = run(script, config, folder, "line")
-    started_losses, started = run(script, config, folder, "run")
-    assert started_losses == losses
-    assert started.keys() == found.keys()
-    assert [name for name in started if not torch.equal(started[name], found[name])] == []
+def test_run_command_equals_the_added_line(script: str, config: str, folder: Path) -> None:
+    losses, weights_by_line = run(script, config, folder, "line")
+    losses_by_run, weights_by_run = run(script, config, folder, "run")
+    assert losses_by_run == losses
+    assert weights_by_run.keys() == weights_by_line.keys()
+    assert [
+        name for name in weights_by_run if not torch.equal(weights_by_run[name], weights_by_line[name])
+    ] == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("script", "config"), SCRIPTS)
-def test_with_and_without_the_line(script: str, config: str, folder: Path) -> None:
-    losses, found = run(script, config, folder, "line")
+def test_added_line_equals_stock(script: str, config: str, folder: Path) -> None:
+    losses, trained = run(script, config, folder, "line")
     expected_losses, expected = run(script, config, folder, "stock")
     assert len(losses) == 3
-    # Gathered, tied weights are tied no more, and the Trainer's stock route may save both; ours saves one.
-    for name in expected.keys() - found.keys():
+    # The Trainer's stock route may save gathered copies of tied weights; ours saves one.
+    for name in expected.keys() - trained.keys():
         assert torch.equal(expected.pop(name), expected["model.embed_tokens.weight"]), name
-    assert found.keys() == expected.keys()
-    if config == "fsdp2":  # The stock route shards what DDP would have trained: sums in another order.
+    assert trained.keys() == expected.keys()
+    if config == "fsdp2":  # the stock route sums in another order
         assert losses == pytest.approx(expected_losses, rel=1e-5)
         for name in expected:
-            torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(trained[name], expected[name], rtol=1e-4, atol=1e-5)
     else:
         assert losses == expected_losses
-        assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+        assert [name for name in expected if not torch.equal(trained[name], expected[name])] == []
 
 
 @pytest.mark.slow
@@ -104,5 +106,5 @@ def test_a_driver_calls_trainers_and_a_rollout_engine(folder: Path) -> None:
     output = run_command(
         command, folder, {**os.environ, "OMP_NUM_THREADS": "1"}, seconds=200, name="rollout.py"
     )
-    served = re.findall(r"^step (\d) .* serves version (\d)$", output, flags=re.MULTILINE)
-    assert served == [("1", "1"), ("2", "2")]
+    versions = re.findall(r"^step (\d) .* serves version (\d)$", output, flags=re.MULTILINE)
+    assert versions == [("1", "1"), ("2", "2")]

@@ -27,32 +27,34 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
-    """Return an environment in which ``zerostart`` is the package of a wheel."""
-    made = tmp_path_factory.mktemp("wheel")
-    source = made / "source"  # what setuptools leaves while it builds stays out of the checkout
+    """Environment variables with which ``zerostart`` is imported from a built wheel."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"  # keeps setuptools' build files out of the checkout
     shutil.copytree(REPOSITORY / "src" / "zerostart", source / "src" / "zerostart")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(REPOSITORY / name, source)
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    built = ["wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", str(made), str(source)]
-    subprocess.run([*pip, *built], check=True)
-    (wheel,) = made.glob("zerostart-*.whl")
-    site = made / "site"
+    build = ["wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", str(folder), str(source)]
+    subprocess.run([*pip, *build], check=True)
+    (wheel,) = folder.glob("zerostart-*.whl")
+    site = folder / "site"
     subprocess.run(
         [*pip, "install", "--no-deps", "--no-index", "--target", str(site), str(wheel)], check=True
     )
-    kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    given = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path != SOURCES]
-    kept["PYTHONPATH"] = os.pathsep.join([str(site), *given])
-    kept["PATH"] = os.pathsep.join([str(site / "bin"), str(Path(sys.executable).parent), kept["PATH"]])
-    kept |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    found = run([sys.executable, "-c", "import zerostart; print(zerostart.__file__)"], made, kept)
-    assert Path(found.strip()).is_relative_to(site)
-    return kept
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path != SOURCES]
+    environment["PYTHONPATH"] = os.pathsep.join([str(site), *paths])
+    environment["PATH"] = os.pathsep.join(
+        [str(site / "bin"), str(Path(sys.executable).parent), environment["PATH"]]
+    )
+    environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    location = run([sys.executable, "-c", "import zerostart; print(zerostart.__file__)"], folder, environment)
+    assert Path(location.strip()).is_relative_to(site)
+    return environment
 
 
 def run(command: list[str], folder: Path, environment: Mapping[str, str]) -> str:
-    ended = subprocess.run(
+    result = subprocess.run(
         command,
         cwd=folder,
         env=environment,
@@ -62,11 +64,13 @@ def run(command: list[str], folder: Path, environment: Mapping[str, str]) -> str
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
-    assert ended.returncode == 0, ended.stdout[-8000:]
-    return ended.stdout
+    assert result.returncode == 0, result.stdout[-8000:]
+    return result.stdout
 
 
-def test_the_trainer(environment: Mapping[str, str], checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
+def test_the_trainer_example(
+    environment: Mapping[str, str], checkpoints: TinyCheckpoints, tmp_path: Path
+) -> None:
     make_folders(tmp_path, {"model": "text:qwen3"}, checkpoints)
     (tmp_path / "corpus.txt").write_text("a cat sees the sea and sleeps. " * 40)
     fsdp2 = REPOSITORY / "examples" / "adoption" / "accelerate_config_fsdp2.yaml"
@@ -83,7 +87,7 @@ def test_the_trainer(environment: Mapping[str, str], checkpoints: TinyCheckpoint
 def test_several_nodes_and_a_preemption(
     environment: Mapping[str, str], checkpoints: TinyCheckpoints, tmp_path: Path
 ) -> None:
-    """Run two launchers that meet, as on two nodes; stop both, and continue on one rank."""
+    """Stop two launchers, like two nodes, and continue on one rank."""
     make_folders(tmp_path, {"model": "qwen3"}, checkpoints)
     script = [str(ROLES / "nodes.py"), "model", "run"]
     with socket.create_server(("localhost", 0)) as free:
@@ -117,29 +121,29 @@ def test_several_nodes_and_a_preemption(
         for node in nodes:
             if node.poll() is None:
                 os.killpg(node.pid, signal.SIGKILL)
-    told = "".join(Path(log.name).read_text() for log in logs)
-    stopped = max(int(line.split()[3]) for line in told.splitlines() if line.startswith("rank "))
-    assert (tmp_path / "run" / "state" / "state.json").exists(), told
-    alone = run([*TORCHRUN, "--standalone", *script, str(stopped + 2)], tmp_path, environment)
-    steps = [int(line.split()[3]) for line in alone.splitlines() if line.startswith("rank 0 step")]
+    output = "".join(Path(log.name).read_text() for log in logs)
+    stopped = max(int(line.split()[3]) for line in output.splitlines() if line.startswith("rank "))
+    assert (tmp_path / "run" / "state" / "state.json").exists(), output
+    resumed = run([*TORCHRUN, "--standalone", *script, str(stopped + 2)], tmp_path, environment)
+    steps = [int(line.split()[3]) for line in resumed.splitlines() if line.startswith("rank 0 step")]
     assert steps == [stopped + 1, stopped + 2]
     AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
 
 
 @pytest.mark.slow
-def test_a_module_of_ones_own(environment: Mapping[str, str], tmp_path: Path) -> None:
+def test_a_custom_module(environment: Mapping[str, str], tmp_path: Path) -> None:
     draw = torch.Generator().manual_seed(0)
     names = [f"layers.{n}.attention.w{part}.weight" for n in range(2) for part in "qkvo"]
     original = {name: torch.randn(64, 64, generator=draw) / 8 for name in names}
     torch.save(original, tmp_path / "original.pt")
-    (tmp_path / "data.txt").write_text("not of the model")
+    (tmp_path / "data.txt").write_text("not a model file")
     script = [str(ROLES / "module.py"), "original.pt", "out"]
     run([*TORCHRUN, "--standalone", "--nproc-per-node", "2", *script], tmp_path, environment)
     saved = load_file(tmp_path / "out" / "model.safetensors")
     assert saved.keys() == original.keys()
     for name, tensor in original.items():
-        moved = (saved[name] - tensor).abs()
-        assert 0 < moved.max() < 1.2e-3, name  # one step of AdamW at 1e-3
+        change = (saved[name] - tensor).abs()
+        assert 0 < change.max() < 1.2e-3, name  # one step of AdamW at 1e-3
     assert not (tmp_path / "out" / "data.txt").exists()
 
 
@@ -150,6 +154,6 @@ def test_a_pipeline(environment: Mapping[str, str], checkpoints: TinyCheckpoints
     (tmp_path / "lora.yaml").write_text(text)
     run(["zerostart", "train", "lora.yaml", "train.steps=2", "--nproc", "2"], tmp_path, environment)
     script = [str(ROLES / "draw.py"), "Qwen/Qwen-Image", "out", "16", "a cat", "the sea", "a cat sleeps"]
-    told = run([*TORCHRUN, "--standalone", "--nproc-per-node", "2", *script], tmp_path, environment)
+    output = run([*TORCHRUN, "--standalone", "--nproc-per-node", "2", *script], tmp_path, environment)
     assert sorted(path.name for path in tmp_path.glob("*.png")) == ["0.png", "1.png", "2.png"]
-    assert "rank 1: 1.png is 'the sea'" in told
+    assert "rank 1: 1.png is 'the sea'" in output

@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 
 import zerostart
-from tests.integrations.launching import ANNOUNCED, CONFIGS, LINE, added, launch
+from tests.integrations.launching import ANNOUNCED, CONFIGS, LINE, add_line, launch
 from tests.parity import checkpoint
 from tests.quantised import gpt_oss_mxfp4
 from tests.ranks import run_ranks
 
-#: The seed's script. The test replaces its model, backend, devices and tokens.
+#: The pull request's script. The test replaces its model, backend, devices and tokens.
 SCRIPT = """
 import os
 import torch
@@ -96,12 +96,12 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def tokens(vocabulary: int) -> torch.Tensor:
-    """One row for each of four ranks."""
+    """Return one row of tokens for each of four ranks."""
     return torch.randint(3, vocabulary, (4, 8), generator=torch.Generator().manual_seed(1))
 
 
-def whole(path: Path) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss and gradients of the whole batch in one process, in fp32."""
+def train_in_one_process(path: Path) -> tuple[float, dict[str, torch.Tensor]]:
+    """Return loss and gradients of the whole batch in fp32."""
     from transformers import AutoModelForCausalLM, Mxfp4Config
 
     quantised = "quantization_config" in json.loads((path / "config.json").read_text())
@@ -113,14 +113,14 @@ def whole(path: Path) -> tuple[float, dict[str, torch.Tensor]]:
     return loss.item(), {name: p.grad for name, p in stock.named_parameters()}
 
 
-def as_in_the_script(path: Path, out: Path, exact: bool) -> dict[str, Any]:
-    """The script's calls; ``exact``: in fp32, for gradients to be compared."""
+def run_script(path: Path, out: Path, exact: bool) -> dict[str, Any]:
+    """Make the script's calls; ``exact``: in fp32, and compare gradients."""
     import deepspeed
     from transformers import AutoModelForCausalLM
     from transformers.distributed.configuration_utils import DistributedConfig
     from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
-    loss, expected = whole(path) if exact else (0.0, {})
+    loss, expected = train_in_one_process(path) if exact else (0.0, {})
     rank, size = dist.get_rank(), dist.get_world_size()
     config = {
         "train_batch_size": size,
@@ -128,7 +128,7 @@ def as_in_the_script(path: Path, out: Path, exact: bool) -> dict[str, Any]:
         "bf16": {"enabled": not exact},
         "zero_optimization": {"stage": 3, "overlap_comm": True, "contiguous_gradients": True},
     }
-    kept = HfDeepSpeedConfig(config)
+    zero_config = HfDeepSpeedConfig(config)
     mesh = dist.init_device_mesh("cpu", (size,))
     with zerostart.enabled(progress=False):
         model = AutoModelForCausalLM.from_pretrained(
@@ -138,7 +138,7 @@ def as_in_the_script(path: Path, out: Path, exact: bool) -> dict[str, Any]:
             device_mesh=mesh,
             attn_implementation="eager",
         )
-    del kept
+    del zero_config
     experts = model.model.layers[0].mlp.experts
     assert experts.num_experts == experts.gate_up_proj.ds_shape[0] == 32 // size
     assert model.has_ep
@@ -152,68 +152,66 @@ def as_in_the_script(path: Path, out: Path, exact: bool) -> dict[str, Any]:
     x = tokens(model.config.vocab_size).view(size, -1, 8)[rank]
     result = engine(input_ids=x, labels=x.clone(), use_cache=False)
     engine.backward(result.loss)
-    wrong = gradients_that_differ(model, expected, size)
+    lines = differing_gradients(model, expected, size)
     engine.step()
     mean = result.loss.detach().clone()
     dist.all_reduce(mean)
     return {
         "loss": mean.item() / size,
         "expected": loss,
-        "wrong": wrong,
+        "differences": lines,
         "dequantised": zerostart.report(engine).dequantised,
         "report": str(zerostart.report(engine)),
     }
 
 
-def gradients_that_differ(
-    model: torch.nn.Module, expected: dict[str, torch.Tensor], experts: int
-) -> list[str]:
+def differing_gradients(model: torch.nn.Module, expected: dict[str, torch.Tensor], experts: int) -> list[str]:
     from deepspeed.utils import groups, safe_get_full_grad
 
-    wrong = []
+    lines = []
     for name, parameter in model.named_parameters():
-        found = safe_get_full_grad(parameter).float().clone()
+        gradient = safe_get_full_grad(parameter).float().clone()
         if ".experts." in name:
-            parts = [torch.empty_like(found) for _ in range(experts)]
-            dist.all_gather(parts, found, group=groups._get_expert_parallel_group(f"ep_size_{experts}"))
-            found = torch.cat(parts)
+            parts = [torch.empty_like(gradient) for _ in range(experts)]
+            dist.all_gather(parts, gradient, group=groups._get_expert_parallel_group(f"ep_size_{experts}"))
+            gradient = torch.cat(parts)
         if expected:
-            want = expected[name]
-            error = (found - want).abs().max() / want.abs().max().clamp_min(1e-12)
-            wrong += [f"{name}: {error.item():.1e}"] if error > 1e-5 else []
-        wrong += [] if bool(found.isfinite().all()) else [f"{name} is not finite"]
-    return wrong
+            reference = expected[name]
+            error = (gradient - reference).abs().max() / reference.abs().max().clamp_min(1e-12)
+            lines += [f"{name}: {error.item():.1e}"] if error > 1e-5 else []
+        lines += [] if bool(gradient.isfinite().all()) else [f"{name} is not finite"]
+    return lines
 
 
-def both(sources: dict[str, Path], out: Path, exact: dict[str, bool]) -> dict[str, dict[str, Any]]:
-    return {name: as_in_the_script(sources[name], out / name, exact[name]) for name in sources}
+def run_both(sources: dict[str, Path], out: Path, exact: dict[str, bool]) -> dict[str, dict[str, Any]]:
+    return {name: run_script(sources[name], out / name, exact[name]) for name in sources}
 
 
 def check(ranks: list[dict[str, dict[str, Any]]], sources: dict[str, Path], out: Path) -> None:
     for name, path in sources.items():
-        for found in (rank[name] for rank in ranks):
-            assert found["wrong"] == []
-            assert found["loss"] == pytest.approx(found["expected"] or found["loss"], rel=1e-5)
-            assert found["dequantised"] == ("mxfp4" if name == "mxfp4" else "")
-            assert ("dequantised from mxfp4" in found["report"]) == (name == "mxfp4")
+        for result in (rank[name] for rank in ranks):
+            assert result["differences"] == []
+            assert result["loss"] == pytest.approx(result["expected"] or result["loss"], rel=1e-5)
+            assert result["dequantised"] == ("mxfp4" if name == "mxfp4" else "")
+            assert ("dequantised from mxfp4" in result["report"]) == (name == "mxfp4")
         written = json.loads((out / name / "config.json").read_text())
         stored = json.loads((path / "config.json").read_text())
         stored.pop("quantization_config", None)
         assert written == {**stored, "dtype": written["dtype"]}
 
 
-def test_on_two_ranks(sources: dict[str, Path], tmp_path: Path) -> None:
-    check(run_ranks(both, 2, sources, tmp_path, {"stored": True, "mxfp4": True}), sources, tmp_path)
+def test_script_on_two_ranks(sources: dict[str, Path], tmp_path: Path) -> None:
+    check(run_ranks(run_both, 2, sources, tmp_path, {"stored": True, "mxfp4": True}), sources, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("exact", [True, False], ids=["fp32", "bf16"])
-def test_on_four_ranks(exact: bool, sources: dict[str, Path], tmp_path: Path) -> None:
-    check(run_ranks(both, 4, sources, tmp_path, dict.fromkeys(sources, exact)), sources, tmp_path)
+def test_script_on_four_ranks(exact: bool, sources: dict[str, Path], tmp_path: Path) -> None:
+    check(run_ranks(run_both, 4, sources, tmp_path, dict.fromkeys(sources, exact)), sources, tmp_path)
 
 
-def on_hosts(script: str, path: Path) -> str:
-    """Run the seed's script with another model, on CPUs with gloo."""
+def adapt_to_cpu(script: str, path: Path) -> str:
+    """Replace the script's model, devices and backend for CPUs with gloo."""
     for accelerated, plain in (
         ('"nccl"', '"gloo"'),
         ("torch.cuda.set_device(local_rank)\n", ""),
@@ -224,14 +222,17 @@ def on_hosts(script: str, path: Path) -> str:
     ):
         assert accelerated in script
         script = script.replace(accelerated, plain)
-    looked, checked = "optimizer = torch.optim", "assert model.model.layers[0].mlp.experts.num_experts == 8\n"
-    return script.replace(looked, checked + looked)
+    next_line, check = (
+        "optimizer = torch.optim",
+        "assert model.model.layers[0].mlp.experts.num_experts == 8\n",
+    )
+    return script.replace(next_line, check + next_line)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["stored", "mxfp4"])
-def test_launched_on_four_ranks(name: str, sources: dict[str, Path], tmp_path: Path) -> None:
-    script = added(on_hosts(SCRIPT, sources[name]), LINE)
+def test_script_launched_on_four_ranks(name: str, sources: dict[str, Path], tmp_path: Path) -> None:
+    script = add_line(adapt_to_cpu(SCRIPT, sources[name]), LINE)
     output = launch(script, tmp_path, CONFIGS["zero3"], [], processes=4)
     assert ANNOUNCED in output
     (loss,) = re.findall(r"^loss=(\S+)$", output, flags=re.MULTILINE)

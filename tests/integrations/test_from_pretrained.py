@@ -20,11 +20,11 @@ from zerostart.errors import ConfigError
 from zerostart.integrations.barrier import _Calls
 
 ENGINES = ("deepspeed", "fsdp2")
-Findings = dict[str, Any]
+Attributes = dict[str, Any]
 
 
-def facts(model: Any) -> Findings:
-    """Attributes that a later library call may read."""
+def attributes_of(model: Any) -> Attributes:
+    """Return attributes that a later library call may read."""
     generation = model.generation_config.to_dict() if model.can_generate() else None
     return {
         "class": model.config.__class__.__name__,
@@ -38,41 +38,41 @@ def facts(model: Any) -> Findings:
     }
 
 
-def alike(ours: Findings, stock: Findings) -> None:
+def check_equal(ours: Attributes, stock: Attributes) -> None:
     for name, tensor in stock.pop("buffers").items():
         assert torch.equal(ours["buffers"][name], tensor), name
     ours.pop("buffers")
     assert ours == stock
 
 
-def loaded(
+def load_enabled(
     name: str, path: Path, settings: dict[str, Any], loading: dict[str, Any]
-) -> tuple[Findings, dict[str, torch.Tensor], Any]:
-    """Facts, whole tensors, loading info of a model of the class ``name``."""
+) -> tuple[Attributes, dict[str, torch.Tensor], Any]:
+    """Return attributes, whole tensors and loading info of a model."""
     import transformers
 
     kind = getattr(transformers, name)
     with zerostart.enabled(**settings):
         model, info = kind.from_pretrained(path, output_loading_info=True, **loading)
     assert zerostart.report(model).engine == settings["engine"]
-    return facts(model), dict(zerostart.full_tensors(model, rank=None)), info
+    return attributes_of(model), dict(zerostart.full_tensors(model, rank=None)), info
 
 
 def compare(engine: str, name: str, path: Path, **loading: Any) -> Any:
     """Load on two ranks, and once without zerostart; return the loading info."""
     import transformers
 
-    found = run_ranks(loaded, 2, name, path, {"engine": engine}, loading)
+    results = run_ranks(load_enabled, 2, name, path, {"engine": engine}, loading)
     stock, info = getattr(transformers, name).from_pretrained(path, output_loading_info=True, **loading)
     expected = dict(stock.state_dict())
-    reference = facts(stock)
-    for ours, tensors, seen in found:
-        alike(ours, dict(reference))
-        assert tensors.keys() == expected.keys()
-        missing = set(seen["missing_keys"]) | {key for key, *_ in seen["mismatched_keys"]}
-        assert [n for n in expected if n not in missing and not torch.equal(tensors[n], expected[n])] == []
-        assert [n for n in expected if tensors[n].dtype != expected[n].dtype] == []
-        assert seen == info
+    reference = attributes_of(stock)
+    for ours, whole, loading_info in results:
+        check_equal(ours, dict(reference))
+        assert whole.keys() == expected.keys()
+        missing = set(loading_info["missing_keys"]) | {key for key, *_ in loading_info["mismatched_keys"]}
+        assert [n for n in expected if n not in missing and not torch.equal(whole[n], expected[n])] == []
+        assert [n for n in expected if whole[n].dtype != expected[n].dtype] == []
+        assert loading_info == info
     return info
 
 
@@ -85,15 +85,15 @@ def compare(engine: str, name: str, path: Path, **loading: Any) -> Any:
         pytest.param("fsdp2", "gpt_oss", marks=pytest.mark.slow),
     ],
 )
-def test_as_without_zerostart(engine: str, name: str, checkpoints: TinyCheckpoints) -> None:
+def test_a_load_equals_transformers(engine: str, name: str, checkpoints: TinyCheckpoints) -> None:
     info = compare(engine, "AutoModelForCausalLM", checkpoints(name))
     assert not any(info.values())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_dtype_that_is_asked_for(engine: str, checkpoints: TinyCheckpoints) -> None:
-    # flint keeps modules in fp32 when it is loaded in bf16.
+def test_requested_dtype(engine: str, checkpoints: TinyCheckpoints) -> None:
+    # flint keeps some modules in fp32.
     compare(engine, "AutoModelForCausalLM", checkpoints("flint"), dtype=torch.bfloat16)
     compare(engine, "AutoModelForCausalLM", checkpoints("qwen3"), torch_dtype="bfloat16")
 
@@ -119,7 +119,7 @@ def test_arguments_that_cannot_be_honoured_are_refused_by_name(
 ) -> None:
     with pytest.raises(RankError) as caught:
         run_ranks(
-            loaded,
+            load_enabled,
             2,
             "Qwen3ForCausalLM",
             checkpoints("qwen3"),
@@ -130,25 +130,25 @@ def test_arguments_that_cannot_be_honoured_are_refused_by_name(
     assert all(f"from_pretrained({name}=...) is not" in o.message for o in caught.value.outcomes)
 
 
-def fails_on_one(path: Path, gone: Path) -> str:
+def load_missing_on_one_rank(path: Path, missing: Path) -> str:
     import torch.distributed as dist
     from transformers import AutoConfig, Qwen3ForCausalLM
 
     config = AutoConfig.from_pretrained(path)
     with zerostart.enabled(engine="fsdp2"), pytest.raises(zerostart.ZerostartError) as caught:
-        Qwen3ForCausalLM.from_pretrained(path if dist.get_rank() == 0 else gone, config=config)
+        Qwen3ForCausalLM.from_pretrained(path if dist.get_rank() == 0 else missing, config=config)
     return str(caught.value)
 
 
 @pytest.mark.slow
-def test_what_fails_on_one_rank_fails_on_all(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
-    (tmp_path / "gone").mkdir()
-    found = run_ranks(fails_on_one, 2, checkpoints("qwen3"), tmp_path / "gone", timeout=60)
-    assert found[0] == found[1]
-    assert found[0].startswith("rank 1: OSError: ")
+def test_a_failure_on_one_rank_is_raised_on_all(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
+    (tmp_path / "missing").mkdir()
+    messages = run_ranks(load_missing_on_one_rank, 2, checkpoints("qwen3"), tmp_path / "missing", timeout=60)
+    assert messages[0] == messages[1]
+    assert messages[0].startswith("rank 1: OSError: ")
 
 
-def saves(path: Path, out: Path) -> None:
+def save_gathered(path: Path, out: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     with zerostart.enabled(engine="deepspeed", expert_parallel=2):
@@ -159,13 +159,13 @@ def saves(path: Path, out: Path) -> None:
 
 
 @pytest.mark.slow
-def test_experts_shared_out_leave_nothing_in_the_configuration(
+def test_expert_parallelism_does_not_change_the_saved_configuration(
     checkpoints: TinyCheckpoints, tmp_path: Path
 ) -> None:
     from safetensors.torch import load_file
 
     path = checkpoints("mixtral")
-    run_ranks(saves, 2, path, tmp_path)
+    run_ranks(save_gathered, 2, path, tmp_path)
     written = json.loads((tmp_path / "config.json").read_text())
     assert written == json.loads((path / "config.json").read_text())
     weights, expected = load_file(tmp_path / "model.safetensors"), load_file(path / "model.safetensors")
@@ -173,7 +173,7 @@ def test_experts_shared_out_leave_nothing_in_the_configuration(
     assert all(torch.equal(weights[key], expected[key]) for key in expected)
 
 
-def opened(path: Path) -> tuple[str, set[torch.dtype], bool]:
+def load_in_zero_init(path: Path) -> tuple[str, set[torch.dtype], bool]:
     import deepspeed
     from transformers import AutoModelForCausalLM
 
@@ -182,9 +182,9 @@ def opened(path: Path) -> tuple[str, set[torch.dtype], bool]:
     with zerostart.enabled(), deepspeed.zero.Init(config_dict_or_path=config):
         model = AutoModelForCausalLM.from_pretrained(path)
         inside = torch.nn.Linear(4, 4)  # a module created next to it is partitioned as usual
-    same = dict(zerostart.full_tensors(model, rank=None))
-    exact = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).state_dict()
-    assert all(torch.equal(same[n], exact[n]) for n in exact)
+    whole = dict(zerostart.full_tensors(model, rank=None))
+    expected = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).state_dict()
+    assert all(torch.equal(whole[n], expected[n]) for n in expected)
     return (
         zerostart.report(model).engine,
         {p.dtype for p in model.parameters()},
@@ -194,33 +194,35 @@ def opened(path: Path) -> tuple[str, set[torch.dtype], bool]:
 
 @pytest.mark.slow
 def test_an_open_zero_init_is_an_active_configuration(checkpoints: TinyCheckpoints) -> None:
-    assert run_ranks(opened, 2, checkpoints("qwen3")) == [("deepspeed", {torch.bfloat16}, True)] * 2
+    assert (
+        run_ranks(load_in_zero_init, 2, checkpoints("qwen3")) == [("deepspeed", {torch.bfloat16}, True)] * 2
+    )
 
 
-def idle(path: Path) -> None:
+def check_without_engine(path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     with zerostart.enabled():
         model = AutoModelForCausalLM.from_pretrained(path)
         with pytest.raises(zerostart.ZerostartError, match="was not loaded by zerostart"):
             zerostart.report(model)
-    told = io.StringIO()
-    os.environ["WORLD_SIZE"] = "2"  # under a launcher a person hears of it, once
-    with zerostart.enabled(), contextlib.redirect_stderr(told):
+    stderr = io.StringIO()
+    os.environ["WORLD_SIZE"] = "2"  # under a launcher there is one notice
+    with zerostart.enabled(), contextlib.redirect_stderr(stderr):
         for _ in range(2):
             AutoModelForCausalLM.from_pretrained(path)
     os.environ["WORLD_SIZE"] = "1"
-    assert told.getvalue().count("was loaded whole by every rank") == 1
+    assert stderr.getvalue().count("was loaded whole by every rank") == 1
     no_engine = pytest.raises(zerostart.ZerostartError, match=r"expert_parallel=2.* no engine is set up")
     with zerostart.enabled(expert_parallel=2), no_engine:
         AutoModelForCausalLM.from_pretrained(path)
 
 
-def test_without_a_configuration_nothing_changes(checkpoints: TinyCheckpoints) -> None:
-    run_ranks(idle, 1, checkpoints("qwen3"))
+def test_a_load_without_engine_is_transformers_own(checkpoints: TinyCheckpoints) -> None:
+    run_ranks(check_without_engine, 1, checkpoints("qwen3"))
 
 
-def test_methods_are_put_back() -> None:
+def test_methods_are_restored() -> None:
     from transformers import PreTrainedModel
 
     names = ("from_pretrained", "get_init_context", "_load_pretrained_model", "_finalize_model_loading")
@@ -234,11 +236,11 @@ def test_methods_are_put_back() -> None:
         zerostart.enable(engine="jax")
 
 
-# Ranks that load by ``from_pretrained`` meet by the store, also in a group after another one in it.
+# Ranks compare their calls of ``from_pretrained`` by the store, which several groups may share in turn.
 
 
-def _ranks(store: dist.Store, calls: tuple[str, str]) -> list[Exception | None]:
-    """Return the errors of two ranks of a new group over ``store``; the first one comes late."""
+def _errors_of_two_ranks(store: dist.Store, calls: tuple[str, str]) -> list[Exception | None]:
+    """Return the errors of two ranks of a new group, the first one late."""
     second_is_here = threading.Event()
 
     def rank(number: int) -> Exception | None:
@@ -259,15 +261,15 @@ def _ranks(store: dist.Store, calls: tuple[str, str]) -> list[Exception | None]:
         return list(pool.map(rank, range(2)))
 
 
-def test_a_second_group_over_the_same_store_does_not_take_the_first_ones_loads_for_its_own() -> None:
+def test_a_second_group_over_the_same_store_ignores_the_first_ones_loads() -> None:
     store = dist.HashStore()
-    assert _ranks(store, ("A.from_pretrained",) * 2) == [None, None]
-    assert _ranks(store, ("B.from_pretrained",) * 2) == [None, None]
-    assert _ranks(store, ("C.from_pretrained",) * 2) == [None, None]
+    assert _errors_of_two_ranks(store, ("A.from_pretrained",) * 2) == [None, None]
+    assert _errors_of_two_ranks(store, ("B.from_pretrained",) * 2) == [None, None]
+    assert _errors_of_two_ranks(store, ("C.from_pretrained",) * 2) == [None, None]
 
 
-def test_ranks_at_different_loads_are_told_in_any_group_over_the_store() -> None:
+def test_different_loads_are_an_error_in_any_group_over_the_store() -> None:
     store = dist.HashStore()
-    assert _ranks(store, ("A.from_pretrained",) * 2) == [None, None]
-    for error in _ranks(store, ("B.from_pretrained", "C.from_pretrained")):
+    assert _errors_of_two_ranks(store, ("A.from_pretrained",) * 2) == [None, None]
+    for error in _errors_of_two_ranks(store, ("B.from_pretrained", "C.from_pretrained")):
         assert "something else on another" in str(error)

@@ -13,7 +13,7 @@ from tests.tiny import TinyCheckpoints
 
 
 class Mixing(torch.optim.SGD):
-    """One that nobody has declared to step each element by itself."""
+    """Optimizer that is not registered as elementwise."""
 
 
 def warnings_of(path: Path, environment: dict[str, str]) -> list[str]:
@@ -25,24 +25,24 @@ def warnings_of(path: Path, environment: dict[str, str]) -> list[str]:
     from accelerate.utils import InitProcessGroupKwargs
     from transformers import AutoModelForCausalLM
 
-    told: list[str] = []
+    messages: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("zerostart").addHandler(handler)
     shards = "FSDP_VERSION" in environment
-    given = {"cpu": True} if shards else {"kwargs_handlers": [InitProcessGroupKwargs(backend="gloo")]}
-    accelerator = Accelerator(**given)
+    options = {"cpu": True} if shards else {"kwargs_handlers": [InitProcessGroupKwargs(backend="gloo")]}
+    accelerator = Accelerator(**options)
     for kind in (torch.optim.AdamW, Mixing):
         model = AutoModelForCausalLM.from_pretrained(path)
         loader: torch.utils.data.DataLoader[torch.Tensor] = torch.utils.data.DataLoader(
             torch.zeros(4, 2), batch_size=2
         )
         accelerator.prepare(model, kind(model.parameters(), lr=0.1), loader)
-    return [text for text in told if "step each element by itself" in text]
+    return [text for text in messages if "step each element by itself" in text]
 
 
 @pytest.mark.parametrize("engine", ["fsdp2", pytest.param("deepspeed", marks=pytest.mark.slow)])
-def test_an_optimizer_of_shards_that_may_mix_elements_is_warned_of(
+def test_an_optimizer_that_may_mix_elements_of_shards_is_warned_about(
     engine: str, checkpoints: TinyCheckpoints, tmp_path: Path
 ) -> None:
     environment = fsdp2() if engine == "fsdp2" else zero3(tmp_path)

@@ -24,15 +24,15 @@ def environment_of(engine: str, folder: Path) -> dict[str, str]:
 
 
 def run(path: Path, environment: dict[str, str], adopt: Any, *options: Any) -> dict[str, Any]:
-    found = run_ranks(
+    results = run_ranks(
         accelerate_script, 2, path, environment, adopt, *options, process_group=False, timeout=200
     )
-    assert found[0]["losses"] == found[1]["losses"]
-    first: dict[str, Any] = found[0]
+    assert results[0]["losses"] == results[1]["losses"]
+    first: dict[str, Any] = results[0]
     return first
 
 
-def agree(ours: dict[str, Any], stock: dict[str, Any], tolerance: float) -> None:
+def check_equal(ours: dict[str, Any], stock: dict[str, Any], tolerance: float) -> None:
     assert ours["losses"] == pytest.approx(stock["losses"], rel=tolerance)
     assert ours["norms"] == pytest.approx(stock["norms"], rel=tolerance)
     assert ours["dtypes"] == stock["dtypes"]
@@ -53,24 +53,24 @@ def test_mixed_precision_and_either_order(engine: str, checkpoints: TinyCheckpoi
     path, environment = checkpoints("qwen3", torch.bfloat16), environment_of(engine, tmp_path)
     environment["ACCELERATE_MIXED_PRECISION"] = "bf16"
     stock = run(path, environment, None, "bf16")
-    agree(run(path, environment, {}, "bf16"), stock, 1e-6)
-    agree(run(path, environment, {}, "bf16", True), stock, 1e-6)
+    check_equal(run(path, environment, {}, "bf16"), stock, 1e-6)
+    check_equal(run(path, environment, {}, "bf16", True), stock, 1e-6)
 
 
-def test_adapters_on_top(checkpoints: TinyCheckpoints) -> None:
+def test_adapters_of_a_prepared_model(checkpoints: TinyCheckpoints) -> None:
     path = checkpoints("qwen3")
     stock = run(path, fsdp2(), None, "no", False, True)
-    agree(run(path, fsdp2(), {}, "no", False, True), stock, 1e-5)
+    check_equal(run(path, fsdp2(), {}, "no", False, True), stock, 1e-5)
 
 
 @pytest.mark.slow
-def test_shards_on_the_host(checkpoints: TinyCheckpoints) -> None:
-    """On CPU ranks accelerate itself cannot offload: it asks for pinned memory."""
+def test_shards_offloaded_to_the_host(checkpoints: TinyCheckpoints) -> None:
+    """Compare with stock without offloading, for which accelerate needs pinned memory."""
     path = checkpoints("qwen3")
     stock = run(path, fsdp2(), None, "no")
     for adapter in (False, True):
         expected = run(path, fsdp2(), None, "no", False, True) if adapter else stock
-        agree(run(path, fsdp2(FSDP_OFFLOAD_PARAMS="true"), {}, "no", False, adapter), expected, 1e-5)
+        check_equal(run(path, fsdp2(FSDP_OFFLOAD_PARAMS="true"), {}, "no", False, adapter), expected, 1e-5)
 
 
 @pytest.mark.slow
@@ -105,7 +105,7 @@ def test_settings_that_cannot_be_honoured_are_refused_by_name(setting: str, valu
         fsdp2_config(FSDP2Plugin(plugin, "no"), torch.nn.Linear)
 
 
-def late(path: Path) -> str:
+def prepare_too_late(path: Path) -> str:
     from accelerate import Accelerator
     from accelerate.utils import FullyShardedDataParallelPlugin
 
@@ -118,8 +118,8 @@ def late(path: Path) -> str:
 
 
 @pytest.mark.slow
-def test_a_model_that_came_before_any_configuration_is_named(checkpoints: TinyCheckpoints) -> None:
-    for message in run_ranks(late, 2, checkpoints("qwen3"), process_group=False):
+def test_a_model_loaded_before_any_configuration_is_named(checkpoints: TinyCheckpoints) -> None:
+    for message in run_ranks(prepare_too_late, 2, checkpoints("qwen3"), process_group=False):
         assert message.startswith(
             "every rank has loaded Qwen3ForCausalLM whole, because FSDP2 was not set up yet"
         )

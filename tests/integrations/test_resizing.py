@@ -22,11 +22,11 @@ CHANGES = {"more": (9, None, True), "fewer": (-8, None, True), "padded": (3, 64,
 
 def change(model: Any, more: int, multiple: int | None, mean: bool, seed: int) -> Any:
     torch.manual_seed(seed)
-    count = model.config.get_text_config().vocab_size + more  # partitions have no shape
+    count = model.config.get_text_config().vocab_size + more  # a partitioned weight has no shape
     return model.resize_token_embeddings(count, pad_to_multiple_of=multiple, mean_resizing=mean)
 
 
-def trained(model: Any, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> list[float]:
+def train(model: Any, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> list[float]:
     losses = []
     for _ in range(3):
         loss = model(input_ids=batch, labels=batch).loss
@@ -38,12 +38,12 @@ def trained(model: Any, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -
 
 
 def batch_of(model: Any) -> torch.Tensor:
-    """Tokens up to the last one, which is new where some were added."""
+    """Return tokens up to the last one, which may be a new one."""
     count = model.config.get_text_config().vocab_size
     return torch.arange(count - 32, count).reshape(4, 8)
 
 
-def ours(path: Path, kind: str, edit: tuple[Any, ...]) -> dict[str, Any]:
+def resize_sharded(path: Path, kind: str, edit: tuple[Any, ...]) -> dict[str, Any]:
     import transformers
 
     rank = torch.distributed.get_rank()
@@ -57,7 +57,7 @@ def ours(path: Path, kind: str, edit: tuple[Any, ...]) -> dict[str, Any]:
     start = {name: tensor.clone() for name, tensor in zerostart.full_tensors(model, rank=None)}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model.eval()
-    losses = trained(model, optimizer, batch_of(model))
+    losses = train(model, optimizer, batch_of(model))
     end = dict(zerostart.full_tensors(model, rank=None))
     with pytest.raises(zerostart.ZerostartError, match="after FSDP2 has run a forward"):
         model.resize_token_embeddings(len(embeddings.weight) + 1)
@@ -70,7 +70,7 @@ def ours(path: Path, kind: str, edit: tuple[Any, ...]) -> dict[str, Any]:
     ("kind", "edit"),
     [("qwen3", "fewer"), ("qwen3", "padded"), ("qwen3_moe_aligned", "more"), ("minilm", "more")],
 )
-def test_resized_as_the_unsharded_model(kind: str, edit: str, checkpoints: TinyCheckpoints) -> None:
+def test_resizing_equals_the_unsharded_model(kind: str, edit: str, checkpoints: TinyCheckpoints) -> None:
     compare(minilm_path() if kind == "minilm" else checkpoints(kind), kind, CHANGES[edit])
 
 
@@ -80,23 +80,23 @@ def compare(path: Path, kind: str, edit: tuple[Any, ...]) -> None:
     torch.manual_seed(3)
     model = getattr(transformers, MODELS[kind]).from_pretrained(path)
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as on the ranks: the covariance of the rows depends on it
+    torch.set_num_threads(1)  # as on the ranks: it changes the covariance of the rows
     change(model, *edit, seed=7)
     torch.set_num_threads(threads)
     start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = trained(model.eval(), optimizer, batch_of(model))
+    losses = train(model.eval(), optimizer, batch_of(model))
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
-    for found in run_ranks(ours, 2, path, kind, edit):
-        assert {n for n in start if not torch.equal(start[n], found["start"][n])} == set()
-        assert found["losses"] == pytest.approx(losses, rel=1e-5)
+    for result in run_ranks(resize_sharded, 2, path, kind, edit):
+        assert {n for n in start if not torch.equal(start[n], result["start"][n])} == set()
+        assert result["losses"] == pytest.approx(losses, rel=1e-5)
         for name, tensor in model.state_dict().items():
-            torch.testing.assert_close(found["end"][name], tensor, rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(result["end"][name], tensor, rtol=1e-4, atol=1e-6)
         expected = [embeddings.num_embeddings, getattr(head, "out_features", None), model.config.vocab_size]
-        assert found["sizes"] == expected
+        assert result["sizes"] == expected
 
 
-def partitions(path: Path, folder: Path, edits: list[str]) -> None:
+def check_partitions(path: Path, folder: Path, edits: list[str]) -> None:
     """Load at ZeRO-3 without a configuration for transformers: by ``load``, or by ``enabled(engine=...)``."""
     import deepspeed
     import transformers
@@ -116,11 +116,11 @@ def partitions(path: Path, folder: Path, edits: list[str]) -> None:
         config["zero_allow_untested_optimizer"] = True
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-        found = dict(zerostart.full_tensors(engine, rank=None))
-        assert {name for name in expected if not torch.equal(found[name], expected[name])} == set()
+        tensors = dict(zerostart.full_tensors(engine, rank=None))
+        assert {name for name in expected if not torch.equal(tensors[name], expected[name])} == set()
         zerostart.save(engine, folder / edit)
-        again = transformers.AutoModelForCausalLM.from_pretrained(folder / edit).state_dict()
-        assert {name for name in expected if not torch.equal(again[name], expected[name])} == set()
+        saved = transformers.AutoModelForCausalLM.from_pretrained(folder / edit).state_dict()
+        assert {name for name in expected if not torch.equal(saved[name], expected[name])} == set()
         batch = batch_of(model)
         loss = engine(input_ids=batch, labels=batch).loss
         assert loss.item() == pytest.approx(plain(input_ids=batch, labels=batch).loss.item(), rel=1e-5)
@@ -132,11 +132,13 @@ def partitions(path: Path, folder: Path, edits: list[str]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "edits"), [("qwen3", ["more"]), ("qwen3_moe_aligned", list(CHANGES))])
-def test_partitions(kind: str, edits: list[str], checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
-    run_ranks(partitions, 2, checkpoints(kind), tmp_path, edits)
+def test_zero3_partitions_are_resized(
+    kind: str, edits: list[str], checkpoints: TinyCheckpoints, tmp_path: Path
+) -> None:
+    run_ranks(check_partitions, 2, checkpoints(kind), tmp_path, edits)
 
 
-def inner_models(path: Path, tied: Path) -> None:
+def check_inner_models(path: Path, tied: Path) -> None:
     """``resize_token_embeddings`` of the decoder, as scripts of composite models call it."""
     import transformers
 
@@ -146,14 +148,14 @@ def inner_models(path: Path, tied: Path) -> None:
     for engine in ("fsdp2", "deepspeed"):
         with zerostart.enabled(engine=engine):
             model = transformers.AutoModelForCausalLM.from_pretrained(path)
-            other = transformers.AutoModelForCausalLM.from_pretrained(tied)
+            tied_model = transformers.AutoModelForCausalLM.from_pretrained(tied)
         change(model.model, *CHANGES["more"], seed=7 + torch.distributed.get_rank())
-        found = dict(zerostart.full_tensors(model, rank=None))
-        assert {name for name in expected if not torch.equal(found[name], expected[name])} == set()
+        tensors = dict(zerostart.full_tensors(model, rank=None))
+        assert {name for name in expected if not torch.equal(tensors[name], expected[name])} == set()
         with pytest.raises(EngineError, match=r"lm_head of .*Qwen3ForCausalLM has the same weight"):
-            other.model.resize_token_embeddings(120)
+            tied_model.model.resize_token_embeddings(120)
 
 
 @pytest.mark.slow
-def test_inner_models(checkpoints: TinyCheckpoints) -> None:
-    run_ranks(inner_models, 2, checkpoints("qwen3_moe_aligned"), checkpoints("qwen3"))
+def test_inner_models_are_resized(checkpoints: TinyCheckpoints) -> None:
+    run_ranks(check_inner_models, 2, checkpoints("qwen3_moe_aligned"), checkpoints("qwen3"))

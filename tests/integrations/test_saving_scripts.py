@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.integrations.saving_scripts import alone, resumed, saved_every_way
+from tests.integrations.saving_scripts import resume, save_every_way, save_on_one_rank
 from tests.integrations.scripts import fsdp2, zero3
 from tests.ranks import run_ranks
 from tests.tiny import TinyCheckpoints
@@ -26,10 +26,10 @@ def environment_of(engine: str, folder: Path) -> dict[str, str]:
 
 
 def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for file in folder.glob("*.safetensors"):
-        found |= load_file(file)
-    return found
+        tensors |= load_file(file)
+    return tensors
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
@@ -37,9 +37,9 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 def run(function: Any, ranks: int, *arguments: Any) -> Any:
-    found = run_ranks(function, ranks, *arguments, process_group=False, timeout=200)
-    assert all(one == found[0] for one in found)
-    return found[0]
+    results = run_ranks(function, ranks, *arguments, process_group=False, timeout=200)
+    assert all(result == results[0] for result in results)
+    return results[0]
 
 
 def unsharded(weights: Path, out: Path) -> None:
@@ -61,7 +61,7 @@ def settings_in(folder: Path) -> dict[str, Any]:
 def test_accelerate_saves_and_resumes(engine: str, checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
     path, environment = checkpoints("qwen3_moe_aligned"), environment_of(engine, tmp_path / "zero")
     out = tmp_path / "out"
-    _, losses = run(saved_every_way, 2, path, out, environment, {})
+    _, losses = run(save_every_way, 2, path, out, environment, {})
     # transformers saves the tensors that accelerate gathers: compare with the save of all ranks.
     gathered = tensors_in(out / "documented")
     assert same(tensors_in(out / "main"), gathered)
@@ -73,7 +73,7 @@ def test_accelerate_saves_and_resumes(engine: str, checkpoints: TinyCheckpoints,
             f.name for f in (tmp_path / theirs).glob("*.safetensors")
         }
     check_own_names(path, out / "model", gathered)
-    assert run(resumed, 2, path, out / "state", environment, {}) == losses
+    assert run(resume, 2, path, out / "state", environment, {}) == losses
 
 
 def check_own_names(path: Path, model: Path, gathered: dict[str, torch.Tensor]) -> None:
@@ -89,12 +89,10 @@ def check_own_names(path: Path, model: Path, gathered: dict[str, torch.Tensor]) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("waits", [True, False])
-def test_a_call_of_one_rank_alone_is_an_error(
-    waits: bool, checkpoints: TinyCheckpoints, tmp_path: Path
-) -> None:
-    """The error comes at once if the others wait for everyone, otherwise after the group's timeout."""
+def test_a_call_on_one_rank_is_an_error(waits: bool, checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
+    """Raise at once if the others wait for everyone, otherwise after the timeout."""
     arguments = (checkpoints("qwen3"), tmp_path / "out", fsdp2(), waits)
-    seconds = run_ranks(alone, 2, *arguments, process_group=False, timeout=100)[0]
+    seconds = run_ranks(save_on_one_rank, 2, *arguments, process_group=False, timeout=100)[0]
     assert seconds < 5 if waits else 19 < seconds < 25
 
 
@@ -109,20 +107,18 @@ MOVES = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("saved", "before", "engine", "after"), MOVES)
-def test_it_goes_on_elsewhere(
+def test_another_engine_resumes(
     saved: str, before: int, engine: str, after: int, checkpoints: TinyCheckpoints, tmp_path: Path
 ) -> None:
     path, out = checkpoints("qwen3"), tmp_path / "out"
-    _, losses = run(saved_every_way, before, path, out, environment_of(saved, tmp_path / "a"), {})
-    found = run(resumed, after, path, out / "state", environment_of(engine, tmp_path / "b"), {})
-    assert found == pytest.approx(losses, rel=1e-5)
+    _, losses = run(save_every_way, before, path, out, environment_of(saved, tmp_path / "a"), {})
+    resumed_losses = run(resume, after, path, out / "state", environment_of(engine, tmp_path / "b"), {})
+    assert resumed_losses == pytest.approx(losses, rel=1e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
-def test_what_accelerate_has_written_is_read_as_before(
-    engine: str, checkpoints: TinyCheckpoints, tmp_path: Path
-) -> None:
+def test_states_of_accelerate_are_resumed(engine: str, checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
     path, environment, out = checkpoints("qwen3"), environment_of(engine, tmp_path / "zero"), tmp_path / "out"
-    _, losses = run(saved_every_way, 2, path, out, environment, None)
-    assert run(resumed, 2, path, out / "state", environment, {}) == pytest.approx(losses, rel=1e-5)
+    _, losses = run(save_every_way, 2, path, out, environment, None)
+    assert run(resume, 2, path, out / "state", environment, {}) == pytest.approx(losses, rel=1e-5)

@@ -44,14 +44,14 @@ class Captioner(nn.Module):
         self.scale = nn.Parameter(torch.ones(24))
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        seen = self.encoder(input_ids=input_ids, use_cache=False).last_hidden_state
-        embedded = self.bridge(seen) * self.scale
+        hidden = self.encoder(input_ids=input_ids, use_cache=False).last_hidden_state
+        embedded = self.bridge(hidden) * self.scale
         loss: torch.Tensor = self.decoder(inputs_embeds=embedded, labels=labels, use_cache=False).loss
         return loss
 
 
-def alone(path: Path) -> dict[str, Any]:
-    """One process, which has all of it."""
+def train_in_one_process(path: Path) -> dict[str, Any]:
+    """Train the whole model on the batches of all ranks."""
     model = Captioner(path).train()
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
     losses, norms = [], []
@@ -67,9 +67,9 @@ def alone(path: Path) -> dict[str, Any]:
 
 
 def buffers(model: Captioner) -> set[int]:
-    """Return the addresses of the encoder's parameters, or of their partitions."""
-    held = [getattr(p, "ds_tensor", p) for p in model.encoder.parameters()]
-    return {t.untyped_storage().data_ptr() for t in held if t.numel()}
+    """Return the addresses of the encoder's parameters or partitions."""
+    tensors = [getattr(p, "ds_tensor", p) for p in model.encoder.parameters()]
+    return {t.untyped_storage().data_ptr() for t in tensors if t.numel()}
 
 
 def script(path: Path, environment: dict[str, str]) -> dict[str, Any]:
@@ -84,14 +84,14 @@ def script(path: Path, environment: dict[str, str]) -> dict[str, Any]:
     wraps = "FSDP_VERSION" not in environment
     handlers: list[Any] = [InitProcessGroupKwargs(backend="gloo")]
     accelerator = Accelerator(kwargs_handlers=handlers) if wraps else Accelerator(cpu=True)
-    made = Captioner(path).train()
-    assert zerostart.report(made.decoder).initialised
-    assert zerostart.report(made.encoder).read_bytes
-    places = buffers(made) if wraps else set()
-    optimizer = torch.optim.AdamW(made.parameters(), **ADAMW)
+    captioner = Captioner(path).train()
+    assert zerostart.report(captioner.decoder).initialised
+    assert zerostart.report(captioner.encoder).read_bytes
+    addresses = buffers(captioner) if wraps else set()
+    optimizer = torch.optim.AdamW(captioner.parameters(), **ADAMW)
     loader: Any = torch.utils.data.DataLoader(Data(), batch_size=2)
-    model, optimizer, loader = accelerator.prepare(made, optimizer, loader)
-    assert buffers(made) == places if wraps else isinstance(model, FSDPModule)
+    model, optimizer, loader = accelerator.prepare(captioner, optimizer, loader)
+    assert buffers(captioner) == addresses if wraps else isinstance(model, FSDPModule)
     losses, norms = [], []
     for _, batch in zip(range(STEPS), loader, strict=False):
         loss = model(batch["input_ids"], batch["labels"])
@@ -106,31 +106,29 @@ def script(path: Path, environment: dict[str, str]) -> dict[str, Any]:
 
 
 def check_composite(path: Path, environment: dict[str, str]) -> None:
-    expected = alone(path)
-    for found in run_ranks(script, 2, path, environment, process_group=False, timeout=200):
-        assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5)
-        assert found["norms"] == pytest.approx(expected["norms"], rel=1e-5)
-        assert found["weights"].keys() == expected["weights"].keys()
+    expected = train_in_one_process(path)
+    for result in run_ranks(script, 2, path, environment, process_group=False, timeout=200):
+        assert result["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+        assert result["norms"] == pytest.approx(expected["norms"], rel=1e-5)
+        assert result["weights"].keys() == expected["weights"].keys()
         for name, tensor in expected["weights"].items():
-            torch.testing.assert_close(found["weights"][name], tensor, rtol=1e-4, atol=1e-5, msg=name)
+            torch.testing.assert_close(result["weights"][name], tensor, rtol=1e-4, atol=1e-5, msg=name)
 
 
 @pytest.mark.slow
-def test_a_composite_is_prepared_on_fsdp2(checkpoints: TinyCheckpoints) -> None:
+def test_a_composite_trains_on_fsdp2(checkpoints: TinyCheckpoints) -> None:
     check_composite(checkpoints("qwen3"), fsdp2())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_composite_is_prepared_on_deepspeed(
-    stage: int, checkpoints: TinyCheckpoints, tmp_path: Path
-) -> None:
+def test_a_composite_trains_on_deepspeed(stage: int, checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
     more = {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 1.0}
     zero = {"stage": stage, "reduce_bucket_size": 1000, "stage3_prefetch_bucket_size": 1000}
     check_composite(checkpoints("qwen3"), zero3(tmp_path, **more, zero_optimization=zero))
 
 
-def starts(engine: str, stage: int) -> None:
+def check_starts(engine: str, stage: int) -> None:
     """Build models from configurations while zerostart is enabled."""
     from accelerate import init_empty_weights
     from transformers import (
@@ -148,13 +146,13 @@ def starts(engine: str, stage: int) -> None:
         torch.manual_seed(SEED)
         return AutoModelForCausalLM.from_config(configuration()), torch.rand(3)
 
-    whole, after = start()
-    wanted = zerostart.digest(whole)
+    whole, next_random = start()
+    expected = zerostart.digest(whole)
     with zerostart.enabled(engine=engine, zero_stage=stage, progress=False):
-        model, drawn = start()
+        model, random = start()
         assert zerostart.report(model).initialised
-        assert zerostart.digest(model) == wanted
-        assert torch.equal(drawn, after)
+        assert zerostart.digest(model) == expected
+        assert torch.equal(random, next_random)
         assert model.training
         # Parts of a model that transformers builds, and modules on meta, do not change.
         sizes = {"hidden_size": 12, "num_attention_heads": 2, "num_hidden_layers": 1}
@@ -165,35 +163,35 @@ def starts(engine: str, stage: int) -> None:
         for empty in (torch.device("meta"), init_empty_weights()):
             with empty:
                 assert next(AutoModel.from_config(configuration()).parameters()).device.type == "meta"
-        check_alone(start)
-        assert zerostart.digest(start()[0]) == wanted
-    # With an active configuration of ZeRO-3, transformers partitions what it builds.
+        check_one_rank(start)
+        assert zerostart.digest(start()[0]) == expected
+    # transformers partitions new models while a ZeRO-3 configuration is active.
     keep = HfDeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}})
     torch.manual_seed(SEED)
-    made = zerostart.load(None, lambda: AutoModelForCausalLM.from_config(configuration()), progress=False)
-    assert zerostart.digest(made) == wanted
+    loaded = zerostart.load(None, lambda: AutoModelForCausalLM.from_config(configuration()), progress=False)
+    assert zerostart.digest(loaded) == expected
     del keep
 
 
-def check_alone(start: Callable[[], object]) -> None:
-    """Make a call on one rank while the other waits for everyone."""
+def check_one_rank(start: Callable[[], object]) -> None:
+    """Call ``start`` on one rank while the other waits for everyone."""
     from accelerate import PartialState
 
-    state, begun = PartialState(cpu=True), time.monotonic()
+    state, start_time = PartialState(cpu=True), time.monotonic()
     if state.is_main_process:
         text = r"was called on this rank, but not on rank 1 \(on .*\), where one waits for everyone"
         with pytest.raises(ConfigError, match=text):
             start()
     state.wait_for_everyone()
-    assert time.monotonic() - begun < 20
+    assert time.monotonic() - start_time < 20
 
 
 @pytest.mark.slow
-def test_models_of_a_configuration_start_in_shards() -> None:
-    run_ranks(starts, 2, "deepspeed", 3)
+def test_models_without_a_checkpoint_start_sharded() -> None:
+    run_ranks(check_starts, 2, "deepspeed", 3)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("engine", "stage"), [("fsdp2", 3), ("fsdp2", 0), ("deepspeed", 2)])
-def test_models_of_a_configuration_start_on_any_engine(engine: str, stage: int) -> None:
-    run_ranks(starts, 2, engine, stage)
+def test_models_without_a_checkpoint_start_on_any_engine(engine: str, stage: int) -> None:
+    run_ranks(check_starts, 2, engine, stage)

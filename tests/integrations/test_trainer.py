@@ -17,11 +17,11 @@ Environment = dict[str, str]
 
 def run(path: Path, out: Path, environment: Environment, adopt: Any, **more: Any) -> dict[str, Any]:
     loading = more.pop("loading", {})
-    found = run_ranks(
+    results = run_ranks(
         trainer_script, 2, path, out, environment, more, adopt, loading, process_group=False, timeout=200
     )
-    assert found[0]["losses"] == found[1]["losses"]
-    return found[0]
+    assert results[0]["losses"] == results[1]["losses"]
+    return results[0]
 
 
 def saved(out: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -60,10 +60,10 @@ def test_trainer_on_fsdp2(name: str, checkpoints: TinyCheckpoints, tmp_path: Pat
     assert ours["norms"] == pytest.approx(stock["norms"], rel=1e-5)
     (weights, config), (expected, expected_config) = saved(tmp_path / "ours"), saved(tmp_path / "stock")
     assert config == expected_config
-    # Gathered, tied weights are tied no more, and accelerate's route saves both.
-    twice = expected.keys() - weights.keys()
+    # accelerate's route also saves gathered copies of tied weights.
+    duplicates = expected.keys() - weights.keys()
     assert weights.keys() <= expected.keys()
-    assert all(torch.equal(expected[key], expected["model.embed_tokens.weight"]) for key in twice)
+    assert all(torch.equal(expected[key], expected["model.embed_tokens.weight"]) for key in duplicates)
     for key in weights:
         torch.testing.assert_close(weights[key], expected[key], rtol=1e-4, atol=1e-5)
 
@@ -73,7 +73,7 @@ def test_trainer_on_fsdp2(name: str, checkpoints: TinyCheckpoints, tmp_path: Pat
     "engine",
     ["zero3", "zero2", "fsdp2"],
 )
-def test_trainer_with_experts_shared_out(engine: str, checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
+def test_trainer_with_expert_parallelism(engine: str, checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
     path = checkpoints("qwen3_moe_aligned")
     environments = {
         "zero3": zero3(tmp_path),
@@ -132,9 +132,9 @@ def test_trainer_with_adapters_of_shared_experts(
 
 
 @pytest.mark.slow
-def test_trainer_that_asks_for_fsdp2_itself(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
-    """Without the launcher: the Accelerator is made by the Trainer, after the model."""
-    path, asked = checkpoints("qwen3"), {"fsdp": True, "fsdp_config": {"version": 2}, "use_cpu": True}
+def test_trainer_configures_fsdp2_itself(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
+    """Train without a launcher: the Trainer creates the Accelerator after the model."""
+    path, options = checkpoints("qwen3"), {"fsdp": True, "fsdp_config": {"version": 2}, "use_cpu": True}
     stock = run(path, tmp_path / "stock", fsdp2(), None, use_cpu=True)
-    ours = run(path, tmp_path / "ours", {}, {}, **asked)
+    ours = run(path, tmp_path / "ours", {}, {}, **options)
     assert ours["losses"] == pytest.approx(stock["losses"], rel=1e-5)

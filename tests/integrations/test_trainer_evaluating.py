@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.integrations.scripts import Data, fsdp2, zero3
+from tests.integrations.scripts import Data, fsdp2, training_arguments, zero3
 from tests.ranks import run_ranks
 from tests.tiny import TinyCheckpoints
 
@@ -28,51 +28,47 @@ def trainer_script(
 ) -> Any:
     """Call methods of one Trainer, and return the losses that they report."""
     os.environ.update(environment)
-    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+    from transformers import AutoModelForCausalLM, Trainer
 
     if adopt:
         import zerostart
 
         zerostart.enable()
-    args = TrainingArguments(
-        output_dir=str(out),
+    args = training_arguments(
+        out,
         max_steps=2,
         per_device_train_batch_size=4 // int(os.environ.get("WORLD_SIZE", "1")),
         per_device_eval_batch_size=2,
-        learning_rate=1e-2,
-        logging_steps=1,
-        save_strategy="no",
         eval_on_start=True,
-        report_to=[],
-        disable_tqdm=True,
         seed=3,
-        ddp_backend="gloo",
         use_cpu=True,
     )
     model = AutoModelForCausalLM.from_pretrained(path)
     trainer = Trainer(model=model, args=args, train_dataset=Data(), eval_dataset=Data())
-    found = []
+    losses = []
     for call in calls:
         if call == "train":
             trainer.optimizer = None if fresh else trainer.optimizer
             trainer.train()
             logs = trainer.state.log_history
-            found.append([e.get("loss", e.get("eval_loss")) for e in logs if "loss" in e or "eval_loss" in e])
+            losses.append(
+                [e.get("loss", e.get("eval_loss")) for e in logs if "loss" in e or "eval_loss" in e]
+            )
         elif call == "evaluate":
-            found.append(trainer.evaluate()["eval_loss"])
+            losses.append(trainer.evaluate()["eval_loss"])
         else:
-            found.append(float(torch.as_tensor(trainer.predict(Data()).predictions).double().mean()))
-    return found
+            losses.append(float(torch.as_tensor(trainer.predict(Data()).predictions).double().mean()))
+    return losses
 
 
-def flat(found: list[Any]) -> list[float]:
-    return [v for entry in copy.deepcopy(found) for v in (entry if isinstance(entry, list) else [entry])]
+def flatten(losses: list[Any]) -> list[float]:
+    return [v for entry in copy.deepcopy(losses) for v in (entry if isinstance(entry, list) else [entry])]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["zero3", "zero2", "fsdp2"])
 @pytest.mark.parametrize("order", ORDERS)
-def test_calls_of_a_trainer(engine: str, order: str, checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
+def test_calls_of_one_trainer(engine: str, order: str, checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
     path = checkpoints("qwen3")
     stages = {"zero3": 3, "zero2": 2}
     environment = (
@@ -88,4 +84,4 @@ def test_calls_of_a_trainer(engine: str, order: str, checkpoints: TinyCheckpoint
         trainer_script, 2, path, tmp_path / "two", environment, ORDERS[order], True, process_group=False
     )
     assert first == second
-    assert flat(first) == pytest.approx(flat(expected), rel=1e-4)
+    assert flatten(first) == pytest.approx(flatten(expected), rel=1e-4)

@@ -1,4 +1,4 @@
-"""The HF Trainer's checkpoints with the one added line: ordinary models, and exactly resumed."""
+"""Save and resume the HF Trainer's checkpoints with zerostart's line."""
 
 import os
 from pathlib import Path
@@ -64,11 +64,11 @@ def script(
 
 
 def run(ranks: int, *arguments: Any, resume: bool | str = False, **more: Any) -> Any:
-    found = run_ranks(script, ranks, *arguments, resume, more, process_group=False, timeout=200)
-    return found[0]
+    results = run_ranks(script, ranks, *arguments, resume, more, process_group=False, timeout=200)
+    return results[0]
 
 
-def test_the_last_checkpoint_is_one_that_is_complete(tmp_path: Path) -> None:
+def test_the_last_checkpoint_is_a_complete_one(tmp_path: Path) -> None:
     from transformers import trainer
 
     import zerostart
@@ -99,9 +99,9 @@ def test_checkpoints_are_models_and_resume(engine: str, checkpoints: TinyCheckpo
     whole.save_pretrained(tmp_path / "again")
     assert same(tensors_in(out / "checkpoint-4"), tensors_in(tmp_path / "again"))
     expected = settings_in(tmp_path / "again")
-    found = settings_in(out / "checkpoint-4")
-    assert found.pop("trainer_state.json")
-    assert found == expected
+    settings = settings_in(out / "checkpoint-4")
+    assert settings.pop("trainer_state.json")
+    assert settings == expected
     resumed = run(2, path, out, environment, resume=str(out / "checkpoint-2"))
     assert {step: resumed["losses"][step] for step in (3, 4)} == {
         step: straight["losses"][step] for step in (3, 4)
@@ -111,7 +111,7 @@ def test_checkpoints_are_models_and_resume(engine: str, checkpoints: TinyCheckpo
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", [*ENGINES, "zero2"])
-def test_the_best_model_at_the_end_and_the_last_by_itself(
+def test_the_best_checkpoint_is_kept_and_the_last_resumed(
     engine: str, checkpoints: TinyCheckpoints, tmp_path: Path
 ) -> None:
     path, out = checkpoints("qwen3"), tmp_path / "out"
@@ -123,12 +123,12 @@ def test_the_best_model_at_the_end_and_the_last_by_itself(
     }
     # The loss falls: with the greatest loss as best, the first checkpoint is best.
     more |= {"metric_for_best_model": "eval_loss", "greater_is_better": True}
-    found = run(2, path, out, environment_of(engine, tmp_path / "a"), max_steps=6, **more)
-    assert found["best"] == str(out / "checkpoint-2")
-    assert found["again"] == pytest.approx(max(found["evaluated"]), rel=1e-6)
+    result = run(2, path, out, environment_of(engine, tmp_path / "a"), max_steps=6, **more)
+    assert result["best"] == str(out / "checkpoint-2")
+    assert result["again"] == pytest.approx(max(result["evaluated"]), rel=1e-6)
     assert sorted(p.name for p in out.iterdir() if p.is_dir()) == ["checkpoint-2", "checkpoint-6"]
-    again = run(2, path, out, environment_of(engine, tmp_path / "a"), resume=True, max_steps=8)
-    assert again["losses"].keys() >= {7, 8}
+    resumed = run(2, path, out, environment_of(engine, tmp_path / "a"), resume=True, max_steps=8)
+    assert resumed["losses"].keys() >= {7, 8}
 
 
 MOVES = [("deepspeed", 2, "fsdp2", 1), ("fsdp2", 2, "deepspeed", 1), ("zero2", 1, "deepspeed", 2)]
@@ -136,10 +136,10 @@ MOVES = [("deepspeed", 2, "fsdp2", 1), ("fsdp2", 2, "deepspeed", 1), ("zero2", 1
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("first", "before", "second", "after"), MOVES)
-def test_it_goes_on_elsewhere(
+def test_another_engine_resumes(
     first: str, before: int, second: str, after: int, checkpoints: TinyCheckpoints, tmp_path: Path
 ) -> None:
-    """A step is of 4 sequences everywhere."""
+    """Train on 4 sequences a step everywhere."""
     path, out = checkpoints("qwen3"), tmp_path / "out"
     straight = run(before, path, out, environment_of(first, tmp_path / "a"))
     checkpoint = str(out / "checkpoint-2")

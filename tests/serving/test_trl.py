@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.integrations.launching import CONFIGS, REHEARSAL, added, launch, tokenizer
+from tests.integrations.launching import CONFIGS, REHEARSAL, add_line, launch, write_tokenizer
 from tests.serving.families import create_checkpoint
 from tests.serving.tokens import PROMPT, greedy
 from zerostart.upstream.trl.syncing import TOUCHED
@@ -34,7 +34,7 @@ ENVIRONMENT |= {"VLLM_LOGGING_LEVEL": "ERROR", "TRANSFORMERS_VERBOSITY": "warnin
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = create_checkpoint("qwen3", tmp_path_factory.mktemp("checkpoint"))
-    tokenizer(path, 128)
+    write_tokenizer(path, 128)
     return path
 
 
@@ -42,7 +42,7 @@ def ran(checkpoint: Path, folder: Path, engine: str, *ours: str, **options: Any)
     """Run the script; return the results of both ranks."""
     arguments = [str(checkpoint), str(folder), json.dumps(options), *ours]
     # Without it accelerate leaves models whole where there is no accelerator; zerostart sees to it itself.
-    script = SCRIPT.read_text() if ours or engine != "fsdp2" else added(SCRIPT.read_text(), REHEARSAL)
+    script = SCRIPT.read_text() if ours or engine != "fsdp2" else add_line(SCRIPT.read_text(), REHEARSAL)
     launch(script, folder, CONFIGS[engine], arguments, environment=ENVIRONMENT, timeout=420)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 

@@ -15,7 +15,7 @@ import zerostart
 from tests.integrations.pipelines.tiny_pipelines import CALLS, FAMILIES, equal_but_for_rounding, make_pipeline
 from tests.ranks import run_ranks
 
-#: Nothing stays gathered between two calls.
+#: DeepSpeed keeps no parameter gathered between two calls.
 CONFIG = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
 WAYS: Mapping[str, Mapping[str, Any]] = {
     "ZeRO-3": {"engine": "deepspeed", "zero_stage": 3, "engine_config": CONFIG},
@@ -26,7 +26,7 @@ LORA = {"r": 2, "lora_alpha": 4, "target_modules": ["to_q", "to_v"]}
 
 
 def make_loras(path: Path, out: Path) -> tuple[Path, Path]:
-    """Two files of random adapters of the pipeline's transformer, by diffusers."""
+    """Write two files of random adapters of the transformer, by diffusers."""
     pipe = diffusers.DiffusionPipeline.from_pretrained(str(path))
     for seed, name in enumerate(("one", "two")):
         torch.manual_seed(seed)
@@ -36,8 +36,8 @@ def make_loras(path: Path, out: Path) -> tuple[Path, Path]:
     return out / "one", out / "two"
 
 
-def whole_beside(path: Path) -> dict[str, str]:
-    """Everything but the transformer whole on every rank."""
+def replicate_others(path: Path) -> dict[str, str]:
+    """Return placements that replicate all models except the transformer."""
     index = diffusers.DiffusionPipeline.load_config(str(path))
     names = [n for n in ("vae", "text_encoder", "text_encoder_2") if n in index and index[n][0]]
     return dict.fromkeys(names, "replicate")
@@ -47,17 +47,17 @@ def picture(pipe: Any, key: str) -> torch.Tensor:
     pipe.set_progress_bar_config(disable=True)
     generator = torch.Generator().manual_seed(3)
     arguments = {**CALLS[key], "num_inference_steps": 1, "output_type": "latent"}
-    found = torch.as_tensor(pipe(prompt="a cat sees the sea", generator=generator, **arguments)[0])
-    assert found.isfinite().all()
-    return found
+    image = torch.as_tensor(pipe(prompt="a cat sees the sea", generator=generator, **arguments)[0])
+    assert image.isfinite().all()
+    return image
 
 
-def steps(one: Path, two: Path) -> dict[str, Callable[[Any], object]]:
-    """Steps of a user, in order."""
+def steps(first: Path, second: Path) -> dict[str, Callable[[Any], object]]:
+    """Return a user's calls, in order."""
     return {
-        "one": lambda p: p.load_lora_weights(one, adapter_name="one"),
+        "one": lambda p: p.load_lora_weights(first, adapter_name="one"),
         "two, made whole at once": lambda p: p.load_lora_weights(
-            two, adapter_name="two", low_cpu_mem_usage=False
+            second, adapter_name="two", low_cpu_mem_usage=False
         ),
         "both, weighted": lambda p: p.set_adapters(["one", "two"], [0.5, 0.25]),
         "fused": lambda p: p.fuse_lora(adapter_names=["one", "two"]),
@@ -71,27 +71,27 @@ def steps(one: Path, two: Path) -> dict[str, Callable[[Any], object]]:
 
 
 def compare(path: Path, key: str, loras: tuple[Path, Path], ways: list[str]) -> list[str]:
-    """Where this rank gets another picture than diffusers."""
-    wrong = []
+    """List the calls after which this rank's picture differs from diffusers'."""
+    lines = []
     for way in ways:
         plain = diffusers.DiffusionPipeline.from_pretrained(str(path))
-        pipe = zerostart.load_pipeline(path, whole_beside(path), **WAYS[way], progress=False)
+        pipe = zerostart.load_pipeline(path, replicate_others(path), **WAYS[way], progress=False)
         first = picture(pipe, key)
         for name, step in steps(*loras).items():
             step(plain)
             step(pipe)
             if not equal_but_for_rounding(picture(pipe, key), picture(plain, key)):
-                wrong.append(f"{way}: {name}")
+                lines.append(f"{way}: {name}")
         with zerostart.gathered(pipe.transformer, *first_weight(plain.transformer)) as whole:
             if not torch.equal(whole, plain.transformer.get_parameter(*first_weight(plain.transformer))):
-                wrong.append(f"{way}: the weights in the end")
-        fresh = zerostart.load_pipeline(path, whole_beside(path), **WAYS[way], progress=False)
+                lines.append(f"{way}: the weights in the end")
+        fresh = zerostart.load_pipeline(path, replicate_others(path), **WAYS[way], progress=False)
         fresh.load_lora_weights(loras[0])
         picture(fresh, key)
         fresh.unload_lora_weights()
         if not equal_but_for_rounding(picture(fresh, key), first):
-            wrong.append(f"{way}: the base is another one")
-    return wrong
+            lines.append(f"{way}: the base is another one")
+    return lines
 
 
 def first_weight(model: nn.Module) -> tuple[str]:
@@ -99,15 +99,15 @@ def first_weight(model: nn.Module) -> tuple[str]:
 
 
 def train(path: Path, out: Path, way: str) -> dict[str, torch.Tensor]:
-    """The adapter that two steps of every rank's own batch make of a transformer."""
+    """Train an adapter for two steps, one batch a rank; return its tensors."""
     rank, ranks = (torch.distributed.get_rank(), [torch.distributed.get_rank()]) if way else (0, [0, 1])
     if way:
         options = {**WAYS[way], "trainable": ("transformer",)}
-        pipe = zerostart.load_pipeline(path, whole_beside(path), **options, progress=False)
+        pipe = zerostart.load_pipeline(path, replicate_others(path), **options, progress=False)
     else:
         pipe = diffusers.DiffusionPipeline.from_pretrained(str(path))
     model = pipe.transformer
-    torch.manual_seed(5 if way != "FSDP2" else 5 + rank)  # FSDP2: rank 0's values count
+    torch.manual_seed(5 if way != "FSDP2" else 5 + rank)  # FSDP2 uses rank 0's values
     model.add_adapter(LoraConfig(**LORA))
     torch.manual_seed(6)
     with torch.no_grad():
@@ -124,8 +124,8 @@ def train(path: Path, out: Path, way: str) -> dict[str, torch.Tensor]:
         config |= {"zero_optimization": {"stage": int(way[-1])} | CONFIG["zero_optimization"]}
         stepping, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     for step in range(2):
-        for one in ranks:
-            generator = torch.Generator().manual_seed(10 * step + one)
+        for batch_rank in ranks:
+            generator = torch.Generator().manual_seed(10 * step + batch_rank)
             latents = torch.randn(1, 4, 2, 4, 4, generator=generator)
             text = torch.randn(1, 3, 16, generator=generator)
             loss = model(latents, torch.tensor([500.0]), text)[0].square().mean() / len(ranks)
@@ -133,7 +133,7 @@ def train(path: Path, out: Path, way: str) -> dict[str, torch.Tensor]:
         if stepping is not None:
             stepping.step()
         else:
-            nn.utils.clip_grad_norm_(trained, 1.0)  # as DeepSpeed does unless told otherwise
+            nn.utils.clip_grad_norm_(trained, 1.0)  # DeepSpeed's default
             optimizer.step()
             optimizer.zero_grad()
     layers = get_peft_model_state_dict(model)
@@ -141,19 +141,20 @@ def train(path: Path, out: Path, way: str) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().clone() for name, tensor in layers.items()}
 
 
-def everything(path: Path, loras: tuple[Path, Path], out: Path) -> tuple[list[str], list[Any]]:
-    """One group of ranks for all that is quick."""
-    wrong = compare(path, "wan", loras, ["ZeRO-3"])
-    return wrong, [train(path, out / way, way) for way in ("ZeRO-3", "FSDP2")]
+def compare_and_train(path: Path, loras: tuple[Path, Path], out: Path) -> tuple[list[str], list[Any]]:
+    """Do both in one group of ranks, to save imports."""
+    return compare(path, "wan", loras, ["ZeRO-3"]), [
+        train(path, out / way, way) for way in ("ZeRO-3", "FSDP2")
+    ]
 
 
 @pytest.mark.slow
-def test_loras_of_a_pipeline_in_shards(tmp_path: Path) -> None:
+def test_loras_of_a_sharded_pipeline(tmp_path: Path) -> None:
     path = make_pipeline("wan", tmp_path / "wan")
     loras = make_loras(path, tmp_path)
     expected = train(path, tmp_path / "plain", "")
-    for wrong, trained in run_ranks(everything, 2, path, loras, tmp_path):
-        assert wrong == []
+    for lines, trained in run_ranks(compare_and_train, 2, path, loras, tmp_path):
+        assert lines == []
         for layers in trained:
             assert layers.keys() == expected.keys()
             for name, tensor in layers.items():

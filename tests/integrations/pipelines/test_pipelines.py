@@ -15,8 +15,7 @@ from tests.integrations.pipelines.tiny_pipelines import CALLS, FAMILIES, equal_b
 from tests.ranks import run_ranks
 from zerostart.errors import BuildError, CheckpointError, ConfigError
 
-#: By name: the engine, its stage, whether the transformer is offloaded, too, and the share of the text
-#: encoder that may be resident.
+#: Engine, stage, placement of the transformer, and resident share of the text encoder.
 WAYS: Mapping[str, tuple[str, int, str, float | None]] = {
     "ZeRO-3": ("deepspeed", 3, "shard", 0.6),
     "FSDP2": ("fsdp2", 3, "shard", None),
@@ -26,7 +25,7 @@ WAYS: Mapping[str, tuple[str, int, str, float | None]] = {
 
 
 #: Bytes of each family's largest module, with a margin.
-LEAST = {
+LARGEST_MODULE_BYTES = {
     "wan": 1 << 18,
     "wan_of_two": 1 << 18,
     "flux2": 1 << 18,
@@ -43,14 +42,14 @@ def picture(pipe: Any, key: str) -> torch.Tensor:
     pipe.set_progress_bar_config(disable=True)
     generator = torch.Generator().manual_seed(3)
     prompt = "a cat sees the sea"
-    made = pipe(prompt=prompt, num_inference_steps=2, output_type="pt", generator=generator, **CALLS[key])
-    found = torch.as_tensor(made[0])
-    assert found.isfinite().all()
-    return found
+    output = pipe(prompt=prompt, num_inference_steps=2, output_type="pt", generator=generator, **CALLS[key])
+    image = torch.as_tensor(output[0])
+    assert image.isfinite().all()
+    return image
 
 
 def placements(pipe: Any, transformer: str) -> dict[str, str]:
-    """Encoders offloaded, the VAE whole, the transformer as said."""
+    """Offload encoders, replicate the VAE, and place the transformer as given."""
     models = [name for name, part in pipe.components.items() if isinstance(part, nn.Module)]
     kinds = {"vae": "replicate", "transformer": transformer, "transformer_2": transformer}
     return {name: kinds.get(name, "offload") for name in models}
@@ -62,14 +61,14 @@ def encoder_bytes(pipe: Any) -> int:
 
 
 def compare(path: Path, key: str, ways: list[str], dtype: torch.dtype | None = None) -> list[str]:
-    """The ways on which this rank gets another picture than diffusers."""
+    """List the ways whose picture on this rank differs from diffusers'."""
     plain = diffusers.DiffusionPipeline.from_pretrained(str(path), torch_dtype=dtype)
-    wrong = []
+    lines = []
     for way in ways:
         engine, stage, transformer, share = WAYS[way]
         limit = share and max(1, int(share * encoder_bytes(plain)))
         if transformer == "offload":
-            limit = LEAST[key]
+            limit = LARGEST_MODULE_BYTES[key]
         pipe = zerostart.load_pipeline(
             path,
             placements(plain, transformer),
@@ -83,24 +82,24 @@ def compare(path: Path, key: str, ways: list[str], dtype: torch.dtype | None = N
         assert {n: type(c).__name__.removeprefix("FSDP") for n, c in pipe.components.items()} == {
             n: type(c).__name__ for n, c in plain.components.items()
         }
-        # After the load: starting DeepSpeed can change the bits of bf16 in a process, also of this pipeline.
+        # After the load: starting DeepSpeed can change bf16 results in a process.
         expected = picture(plain, key)
         for time in ("first", "second"):
             if not equal_but_for_rounding(picture(pipe, key), expected, 1e-4 if dtype is None else 2e-2):
-                wrong.append(f"{way}, the {time} time")
-    return wrong
+                lines.append(f"{way}, the {time} time")
+    return lines
 
 
-def saved(path: Path, out: Path) -> None:
-    """The pipeline, loaded in shards, by the method of diffusers."""
+def save_pipelines(path: Path, out: Path) -> None:
+    """Save the sharded pipeline by diffusers' method, on both engines."""
     for engine in ("deepspeed", "fsdp2"):
         pipe = zerostart.load_pipeline(path, engine=engine, progress=False)
         pipe.save_pretrained(out / engine)
 
 
 @pytest.mark.slow
-def test_a_sharded_pipeline_is_saved_as_any_other(paths: dict[str, Path], tmp_path: Path) -> None:
-    run_ranks(saved, 2, paths["wan"], tmp_path)
+def test_a_sharded_pipeline_is_saved_by_diffusers(paths: dict[str, Path], tmp_path: Path) -> None:
+    run_ranks(save_pipelines, 2, paths["wan"], tmp_path)
     index = diffusers.WanPipeline.load_config(paths["wan"])
     for engine in ("deepspeed", "fsdp2"):
         written = diffusers.WanPipeline.load_config(tmp_path / engine)
@@ -116,12 +115,12 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {"wan": make_pipeline("wan", root / "wan")}
 
 
-def test_a_pipeline_gives_what_the_unsharded_one_gives(paths: dict[str, Path]) -> None:
+def test_a_sharded_pipeline_equals_the_unsharded_one(paths: dict[str, Path]) -> None:
     assert run_ranks(compare, 2, paths["wan"], "wan", ["ZeRO-3", "FSDP2"]) == [[], []]
 
 
 def train_composite(path: Path, engine: str) -> list[float]:
-    """Losses of two steps of two components in one module, which one optimizer steps."""
+    """Train two components in one module for two steps; return the losses."""
     parts = ("transformer", "text_encoder")
     if engine == "none":
         pipe = diffusers.DiffusionPipeline.from_pretrained(str(path))
@@ -143,8 +142,8 @@ def train_composite(path: Path, engine: str) -> list[float]:
     latents = torch.randn(1, 4, 2, 4, 4, generator=generator)
     for _ in range(2):
         text = pipe.text_encoder(torch.tensor([[4, 5, 6, 7]])).last_hidden_state
-        made = pipe.transformer(latents, torch.tensor([500.0]), text).sample
-        loss = made.square().mean()
+        sample = pipe.transformer(latents, torch.tensor([500.0]), text).sample
+        loss = sample.square().mean()
         if stepping is None:
             loss.backward()
             torch.nn.utils.clip_grad_norm_(both.parameters(), 1.0)
@@ -160,23 +159,23 @@ def train_composite(path: Path, engine: str) -> list[float]:
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["deepspeed", "fsdp2"])
 def test_components_train_as_children_of_one_module(engine: str, paths: dict[str, Path]) -> None:
-    alone = train_composite(paths["wan"], "none")
-    assert alone[1] < alone[0]
+    expected = train_composite(paths["wan"], "none")
+    assert expected[1] < expected[0]
     for losses in run_ranks(train_composite, 2, paths["wan"], engine):
-        assert losses == pytest.approx(alone, rel=1e-5)
+        assert losses == pytest.approx(expected, rel=1e-5)
 
 
-def test_what_is_cached_lets_its_encoder_go(paths: dict[str, Path]) -> None:
-    given = {"text_encoder": "drop", "vae": "replicate", "transformer": "offload"}
-    pipe = zerostart.load_pipeline(paths["wan"], given, progress=False)
+def test_encoders_are_dropped_after_caching(paths: dict[str, Path]) -> None:
+    placement = {"text_encoder": "drop", "vae": "replicate", "transformer": "offload"}
+    pipe = zerostart.load_pipeline(paths["wan"], placement, progress=False)
     text, negative = pipe.encode_prompt("a cat", max_sequence_length=12)
     assert zerostart.drop_components(pipe) == ("text_encoder",)
     assert pipe.text_encoder is None
     assert zerostart.drop_components(pipe) == ()
     arguments = {**CALLS["wan"], "num_inference_steps": 1, "output_type": "latent"}
     pipe.set_progress_bar_config(disable=True)
-    made = pipe(prompt_embeds=text, negative_prompt_embeds=negative, **arguments)[0]
-    assert made.isfinite().all()
+    latents = pipe(prompt_embeds=text, negative_prompt_embeds=negative, **arguments)[0]
+    assert latents.isfinite().all()
     assert zerostart.drop_components(pipe, "transformer") == ("transformer",)
     with pytest.raises(ConfigError, match="no component 'unet'"):
         zerostart.drop_components(pipe, "unet")
@@ -216,22 +215,22 @@ def test_what_is_cached_lets_its_encoder_go(paths: dict[str, Path]) -> None:
         ),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(
+def test_impossible_placements_are_refused_by_name(
     options: dict[str, Any], words: str, paths: dict[str, Path]
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         zerostart.load_pipeline(paths["wan"], **{"engine": "fsdp2", **options}, progress=False)
 
 
-def test_what_is_no_whole_pipeline_is_told(paths: dict[str, Path], tmp_path: Path) -> None:
+def test_incomplete_pipelines_are_named(paths: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"zerostart\.load takes a single model"):
         zerostart.load_pipeline(paths["wan"] / "vae", progress=False)
-    torn = shutil.copytree(paths["wan"], tmp_path / "torn")
-    shutil.rmtree(torn / "scheduler")
+    incomplete = shutil.copytree(paths["wan"], tmp_path / "incomplete")
+    shutil.rmtree(incomplete / "scheduler")
     with pytest.raises(
-        BuildError, match=r"torn: diffusers cannot make a WanPipeline.*restore its tokenizers"
+        BuildError, match=r"incomplete: diffusers cannot make a WanPipeline.*restore its tokenizers"
     ):
-        zerostart.load_pipeline(torn, engine="fsdp2", progress=False)
+        zerostart.load_pipeline(incomplete, engine="fsdp2", progress=False)
     with pytest.raises(ConfigError, match=r"source=\{\} is not accepted; give a string or a path"):
         zerostart.load_pipeline({}, progress=False)
 

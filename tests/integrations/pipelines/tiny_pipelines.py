@@ -1,4 +1,4 @@
-"""Small whole pipelines of diffusers, with random weights, as ``save_pretrained`` leaves them."""
+"""Small diffusers pipelines with random weights, written by ``save_pretrained``."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -39,14 +39,14 @@ CALLS: Mapping[str, Mapping[str, Any]] = {
 
 
 def tokenizer(template: bool = False) -> Any:
-    """Words by their places in a list."""
+    """Return a tokenizer of ``WORDS``."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    made = Tokenizer(models.WordLevel({word: n for n, word in enumerate(WORDS)}, unk_token="<unk>"))
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
-    found = PreTrainedTokenizerFast(
-        tokenizer_object=made,
+    inner = Tokenizer(models.WordLevel({word: n for n, word in enumerate(WORDS)}, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=inner,
         pad_token="<pad>",
         bos_token="<s>",
         eos_token="</s>",
@@ -54,22 +54,22 @@ def tokenizer(template: bool = False) -> Any:
         model_max_length=77,
     )
     if template:
-        found.chat_template = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
-    return found
+        wrapped.chat_template = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
+    return wrapped
 
 
 def component(key: str, **changes: Any) -> Any:
-    """A random model of a family of the conformance suite."""
+    """Build a random model of a family of the conformance suite."""
     import diffusers
 
-    one = family(key)
-    return getattr(diffusers, one.kind).from_config({**one.config, **changes})
+    case = family(key)
+    return getattr(diffusers, case.kind).from_config({**case.config, **changes})
 
 
 def part(key: str, **changes: Any) -> Any:
-    """A component of ``tests/diffusion/components.py``."""
-    one = COMPONENTS[key]
-    return one.find_class().from_config({**one.config, **changes})
+    """Build a component of ``tests/diffusion/components.py``."""
+    case = COMPONENTS[key]
+    return case.find_class().from_config({**case.config, **changes})
 
 
 def scheduler(**settings: Any) -> Any:
@@ -99,11 +99,11 @@ def wan() -> Any:
 
 
 def wan_of_two() -> Any:
-    """Two experts, one for each half of the noise, as Wan2.2's larger models have."""
-    made = wan()
-    made.register_modules(transformer_2=component("wan", out_channels=4, text_dim=16))
-    made.register_to_config(boundary_ratio=0.9)
-    return made
+    """Wan2.2's layout with two experts, one for each half of the noise."""
+    pipe = wan()
+    pipe.register_modules(transformer_2=component("wan", out_channels=4, text_dim=16))
+    pipe.register_to_config(boundary_ratio=0.9)
+    return pipe
 
 
 def qwen_image() -> Any:
@@ -166,7 +166,7 @@ def qwen3(layers: int) -> Any:
 
 
 def flux2() -> Any:
-    """Klein, whose captions are three layers of Qwen3 side by side."""
+    """Flux2 Klein, whose captions join three layers of Qwen3."""
     import diffusers
     from transformers import Qwen3ForCausalLM
 
@@ -193,7 +193,7 @@ def z_image() -> Any:
 
 
 def hunyuan_video() -> Any:
-    """The tokenizer returns as many tokens with the template as the released one, minus four."""
+    """HunyuanVideo; the template has four tokens fewer than the released one."""
     import diffusers
     from transformers import CLIPTextConfig, CLIPTextModel, LlamaConfig, LlamaModel
 
@@ -211,7 +211,7 @@ def hunyuan_video() -> Any:
 
 
 def ltx2() -> Any:
-    """A pipeline with sound: spectrograms of 8 bands, in latents with 2 bands of 2 channels."""
+    """LTX-2, with sound: spectrograms of 8 bands, latents of 2 bands with 2 channels."""
     import diffusers
     from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder
     from transformers import Gemma3Config, Gemma3ForConditionalGeneration
@@ -266,19 +266,19 @@ FAMILIES: Mapping[str, Callable[[], Any]] = {
 
 
 def make_pipeline(key: str, path: Path) -> Path:
-    """The directory of the pipeline of a family; every weight is random."""
+    """Write the pipeline of a family with random weights."""
     torch.manual_seed(5)
-    made = FAMILIES[key]()
-    for part in made.components.values():
+    pipe = FAMILIES[key]()
+    for part in pipe.components.values():
         if isinstance(part, torch.nn.Module):
             randomise(part)
             for name, buffer in part.named_buffers():
                 if name.endswith(("running_var", "latents_std")):
-                    buffer.abs_()  # of which roots are taken, or by which others are divided
-    made.save_pretrained(path)
+                    buffer.abs_()  # used as a divisor, or under a root
+    pipe.save_pretrained(path)
     return path
 
 
-def equal_but_for_rounding(one: torch.Tensor, other: torch.Tensor, limit: float = 1e-5) -> bool:
-    """Return whether two pictures are equal: sums depend on where their operands lie in memory."""
-    return bool((one - other).abs().max() <= limit * other.abs().max())
+def equal_but_for_rounding(a: torch.Tensor, b: torch.Tensor, limit: float = 1e-5) -> bool:
+    """Compare two pictures; sums depend on the alignment of their operands."""
+    return bool((a - b).abs().max() <= limit * b.abs().max())
