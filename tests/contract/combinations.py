@@ -1,7 +1,7 @@
-"""What goes together, for the documentation: ``python -m tests.contract.combinations`` writes the page anew.
+"""Write the page of combinations again: ``python -m tests.contract.combinations``.
 
-Every engine, stage, placement or setting, and every choice of the three axes is asked of the engine itself,
-with no model: it answers, or refuses in a sentence.
+Asks each engine, without a model, for every stage, setting and choice of the three axes: it accepts, or
+refuses with a sentence.
 """
 
 import itertools
@@ -19,8 +19,8 @@ from zerostart.loading.request import Request
 PATH = Path(__file__).parents[2] / "docs" / "generated" / "combinations.md"
 
 AXES = {"E": "expert_parallel", "S": "sequence_parallel", "T": "tensor_parallel"}
-#: Which of the axes ranks share, each by 2 of the 8.
-SHARING = [frozenset(chosen) for count in range(4) for chosen in itertools.combinations(AXES, count)]
+#: Sets of axes, each of size 2 on the 8 ranks.
+AXIS_SETS = [frozenset(axes) for count in range(4) for axes in itertools.combinations(AXES, count)]
 RANKS = 8
 
 HOST, NVME = {"device": "cpu"}, {"device": "nvme", "nvme_path": "/nvme"}
@@ -29,15 +29,12 @@ POLICY = CPUOffloadPolicy(pin_memory=False)
 
 
 def _first_dimension(parameter: Any) -> None:
-    """A ``shard_placement_fn`` that leaves it to FSDP2."""
+    """Choose FSDP2's default, as a ``shard_placement_fn``."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A placement or a setting of a load, asked only at the ``stages`` that look at it.
-
-    ``zero`` goes into ``zero_optimization``.
-    """
+    """A placement or setting of a load, for the ``stages`` that read it."""
 
     config: Mapping[str, Any] = field(default_factory=dict)
     zero: Mapping[str, Any] = field(default_factory=dict)
@@ -46,12 +43,12 @@ class Setting:
     size: int = 2
 
     def ask(self, engine: str, stage: int, axes: frozenset[str]) -> str | None:
-        """The sentence that refuses it; None where it is served."""
+        """Return the sentence that refuses the setting, None if it is accepted."""
         config = {**self.config, **({"zero_optimization": dict(self.zero)} if self.zero else {})}
         sizes: dict[str, Any] = {AXES[axis]: self.size for axis in axes}
-        wanted = {"zero_stage": stage, "engine_config": config, **sizes, **self.request}
+        options = {"zero_stage": stage, "engine_config": config, **sizes, **self.request}
         try:
-            Request({}, engine=engine, **wanted).resolve(RANKS)
+            Request({}, engine=engine, **options).resolve(RANKS)
         except ZerostartError as error:
             return str(error)
         return None
@@ -105,8 +102,8 @@ ENGINES: Mapping[str, Mapping[str, Setting]] = {
         "the axes of 4 ranks": Setting(size=4),
     },
 }
-#: What is served, and trains otherwise than one process for a reason of the library's own, by engine.
-OTHERWISE: Mapping[str, Mapping[str, str]] = {
+#: Accepted combinations that train unlike one process because of the library, by engine.
+DEVIATIONS: Mapping[str, Mapping[str, str]] = {
     "deepspeed": {
         "S, in transformers' `Trainer`, rows of several lengths": (
             "the mean of the means of its micro-batches: tokens of short rows count more; "
@@ -144,19 +141,19 @@ them. What a *model* must have for an axis (heads that divide, a plan) is in
 
 
 def answers() -> Iterator[tuple[str, str, int, frozenset[str], str | None]]:
-    """Engine, setting, stage, axes, and the sentence that refuses them or None."""
+    """Yield engine, setting, stage, axes, and the refusing sentence or None."""
     for engine, settings in ENGINES.items():
         for name, setting in settings.items():
-            for stage, axes in itertools.product(setting.stages, SHARING):
+            for stage, axes in itertools.product(setting.stages, AXIS_SETS):
                 yield engine, name, stage, axes, setting.ask(engine, stage, axes)
 
 
 def text() -> str:
-    """The whole page."""
+    """Return the page."""
     rows: dict[tuple[str, str], dict[int, list[str]]] = {}
-    said: dict[str, int] = {}
+    numbers: dict[str, int] = {}
     for engine, name, stage, _, sentence in answers():
-        number = said.setdefault(sentence, len(said) + 1) if sentence is not None else None
+        number = numbers.setdefault(sentence, len(numbers) + 1) if sentence is not None else None
         cell = "yes" if number is None else str(number)
         rows.setdefault((engine, name), {}).setdefault(stage, []).append(cell)
     lines = [_HEAD]
@@ -165,27 +162,27 @@ def text() -> str:
         for name in settings:
             lines += _rows(name, rows[engine, name])
         lines += ["", "| shared | trained otherwise than one process trains |", "|---|---|"]
-        lines += [f"| {axes} | {how} |" for axes, how in OTHERWISE[engine].items()]
+        lines += [f"| {axes} | {how} |" for axes, how in DEVIATIONS[engine].items()]
         lines.append("")
-    lines += ["## What is said", "", *(f"{number}. `{sentence}`" for sentence, number in said.items())]
+    lines += ["## What is said", "", *(f"{number}. `{sentence}`" for sentence, number in numbers.items())]
     return "\n".join(lines) + "\n"
 
 
 def _head_row() -> Iterator[str]:
-    yield f"| placement or setting | stages | {' | '.join(_shared(axes) for axes in SHARING)} |"
-    yield "|---|---|" + "---|" * len(SHARING)
+    yield f"| placement or setting | stages | {' | '.join(_axes_label(axes) for axes in AXIS_SETS)} |"
+    yield "|---|---|" + "---|" * len(AXIS_SETS)
 
 
 def _rows(name: str, stages: Mapping[int, list[str]]) -> Iterator[str]:
-    """One row for the stages that answer alike."""
-    alike: dict[tuple[str, ...], list[int]] = {}
+    """Yield one row for each group of stages with the same answers."""
+    groups: dict[tuple[str, ...], list[int]] = {}
     for stage, cells in stages.items():
-        alike.setdefault(tuple(cells), []).append(stage)
-    for cells, found in alike.items():
-        yield f"| {name} | {', '.join(map(str, found))} | {' | '.join(cells)} |"
+        groups.setdefault(tuple(cells), []).append(stage)
+    for cells, equal_stages in groups.items():
+        yield f"| {name} | {', '.join(map(str, equal_stages))} | {' | '.join(cells)} |"
 
 
-def _shared(axes: frozenset[str]) -> str:
+def _axes_label(axes: frozenset[str]) -> str:
     return " + ".join(sorted(axes)) or "nothing"
 
 

@@ -1,4 +1,4 @@
-"""What a verb is given is of the kind that its signature names, or refused by name, on every rank alike."""
+"""Arguments of a wrong type are refused by name, alike on every rank."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from zerostart.errors import ConfigError
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("arguments", "message"),
     [
         ({"tensor_parallel": 2.0}, "tensor_parallel=2.0 is not accepted; give a whole number"),
         ({"zero_stage": True}, "zero_stage=True is not accepted; give a whole number"),
@@ -33,13 +33,13 @@ from zerostart.errors import ConfigError
         ),
     ],
 )
-def test_another_kind_is_refused_by_name(given: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{re.escape(told)}"):
-        zerostart.load({}, torch.nn.Identity, engine="fsdp2", progress=False, **given)
+def test_a_wrong_type_is_refused_by_name(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
+        zerostart.load({}, torch.nn.Identity, engine="fsdp2", progress=False, **arguments)
 
 
 def load_by_names(config: Path) -> tuple[str, torch.dtype, str, str]:
-    """As a script without an engine of its own does, where rank 1 sees no configuration."""
+    """Load without an engine's name, and then without a configuration file on rank 1."""
     import torch.distributed as dist
 
     make, weights = (lambda: torch.nn.Linear(1, 1, bias=False)), {"weight": torch.ones(1, 1)}
@@ -60,8 +60,8 @@ def load_by_names(config: Path) -> tuple[str, torch.dtype, str, str]:
 
 
 @pytest.mark.slow
-def test_names_and_paths_are_read_and_an_engine_is_found(tmp_path: Path) -> None:
-    """A dtype by name, a configuration by path, the launcher's engine; all tell what one cannot read."""
+def test_dtype_names_and_configuration_paths(tmp_path: Path) -> None:
+    """Read both, use the launcher's engine, and fail on all ranks together."""
     config = tmp_path / "ds.json"
     config.write_text('{"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1}')
     for first, dtype, second, message in run_ranks(load_by_names, 2, config):
@@ -71,7 +71,7 @@ def test_names_and_paths_are_read_and_an_engine_is_found(tmp_path: Path) -> None
 
 
 def load_with_own(engine: str, options: list[dict[str, Any]]) -> str:
-    """What a load says where each rank has other options than the others; "" where it loads."""
+    """Load with other options on each rank; return the error, or "" without one."""
     import torch.distributed as dist
 
     def make() -> torch.nn.Module:
@@ -105,23 +105,23 @@ def load_with_own(engine: str, options: list[dict[str, Any]]) -> str:
         ),
     ],
 )
-def test_ranks_that_are_given_different_things(
+def test_different_arguments_on_ranks_are_refused(
     engine: str, first: dict[str, Any], second: dict[str, Any], message: str
 ) -> None:
-    """They would load, and fail or hang when they first exchange tensors."""
-    told = run_ranks(load_with_own, 2, engine, [first, second])
-    assert told[0] == told[1]
-    assert re.search(message, told[0])
+    """Without the check, the first exchange of tensors would fail or hang."""
+    messages = run_ranks(load_with_own, 2, engine, [first, second])
+    assert messages[0] == messages[1]
+    assert re.search(message, messages[0])
 
 
 @pytest.mark.slow
-def test_a_configuration_that_is_another_file_on_another_machine(tmp_path: Path) -> None:
-    """Its own disk and its own log are a rank's affair; the stage of ZeRO and its precisions are not."""
+def test_configuration_files_may_differ_only_in_paths_and_logs(tmp_path: Path) -> None:
+    """Accept another disk and log on a rank, and refuse other ZeRO settings."""
     path = {"engine_config": str(tmp_path)}
     for rank in range(2):
         zero = {"stage": 3, "offload_param": {"device": "cpu", "nvme_path": str(tmp_path / f"nvme{rank}")}}
-        logged = {"train_micro_batch_size_per_gpu": 1, "tensorboard": {"enabled": rank == 0}}
-        (tmp_path / str(rank)).write_text(json.dumps({"zero_optimization": zero, **logged}))
+        other_keys = {"train_micro_batch_size_per_gpu": 1, "tensorboard": {"enabled": rank == 0}}
+        (tmp_path / str(rank)).write_text(json.dumps({"zero_optimization": zero, **other_keys}))
     zero3 = {"stage": 3, "stage3_param_persistence_threshold": 0}
     files = ({"zero_optimization": {"stage": 3}}, {"zero_optimization": zero3})
     assert run_ranks(load_with_own, 2, "deepspeed", [path, path]) == ["", ""]
@@ -131,8 +131,8 @@ def test_a_configuration_that_is_another_file_on_another_machine(tmp_path: Path)
         assert "engine_config zero_optimization.stage3_param_persistence_threshold=0, but rank 0" in message
 
 
-def test_the_launcher_has_set_up_the_other_fsdp(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its first version, which it takes where none is named, would be laid around the second."""
+def test_a_launcher_with_fsdp1_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """accelerate's default, version 1, would wrap the FSDP2 model."""
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     weights = {"weight": torch.ones(1, 1)}
     with pytest.raises(ConfigError, match=r"set up FSDP version 1, .*--fsdp_version 2 .*name an engine"):
@@ -141,22 +141,22 @@ def test_the_launcher_has_set_up_the_other_fsdp(monkeypatch: pytest.MonkeyPatch)
     assert default_engine() == "fsdp2"
 
 
-def test_the_report_says_why_it_is_this_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    def loaded(engine: str | None = None) -> str:
+def test_the_report_says_why_the_engine_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def first_line(engine: str | None = None) -> str:
         weights, make = {"weight": torch.ones(1, 1)}, lambda: torch.nn.Linear(1, 1, bias=False)
         forecast = zerostart.plan(weights, 1, engine, model=make)
         report = zerostart.report(zerostart.load(weights, make, engine=engine, progress=False))
         assert (forecast.engine, forecast.engine_reason) == (report.engine, report.engine_reason)
         return str(report).partition(", rank")[0]
 
-    assert loaded("fsdp2") == "Loaded on fsdp2 (as asked for)"
-    assert loaded() == "Loaded on deepspeed (the first installed of deepspeed, fsdp2)"
+    assert first_line("fsdp2") == "Loaded on fsdp2 (as asked for)"
+    assert first_line() == "Loaded on deepspeed (the first installed of deepspeed, fsdp2)"
     with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "deepspeed", None)  # Python's own word for: it cannot be imported
-        assert loaded() == "Loaded on fsdp2 (the only engine installed)"
+        patch.setitem(sys.modules, "deepspeed", None)  # makes its import fail
+        assert first_line() == "Loaded on fsdp2 (the only engine installed)"
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setenv("FSDP_VERSION", "2")
-    assert loaded() == "Loaded on fsdp2 (set up by the launcher)"
+    assert first_line() == "Loaded on fsdp2 (set up by the launcher)"
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_the_report_says_why_it_is_this_engine(monkeypatch: pytest.MonkeyPatch) 
     ],
 )
 def test_a_configuration_that_cannot_be_read(text: str | None, message: str, tmp_path: Path) -> None:
-    """Nobody is told to download it again, and a pipe without a writer is not waited for."""
+    """Advise no new download, and do not wait for a pipe without a writer."""
     path = tmp_path / "configuration"
     path.write_text(text) if text is not None else os.mkfifo(path)
     with pytest.raises(ConfigError, match=message) as caught:

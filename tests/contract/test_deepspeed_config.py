@@ -1,4 +1,4 @@
-"""What is refused of a DeepSpeed configuration, on every rank and before anything is read."""
+"""Refuse wrong DeepSpeed configurations on every rank before reading."""
 
 from pathlib import Path
 from typing import Any
@@ -32,27 +32,27 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 ACCEPTED: dict[str, dict[str, Any]] = {
     "one rank": {"tensor_parallel": {"autotp_size": 1, "tp": {"tp_size": 1}}},
     "switched off": {"expert_parallel": {"enabled": False, "autoep_size": 2}},
-    "a note": {"owner": "someone", "comment": "of the user's own"},
+    "a note": {"owner": "someone", "comment": "free text"},
 }
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_plan_refuses_what_no_load_serves(case: str, stage: int, checkpoints: TinyCheckpoints) -> None:
+def test_a_plan_refuses_unsupported_settings(case: str, stage: int, checkpoints: TinyCheckpoints) -> None:
     config, text = REFUSED[case]
     with pytest.raises(zerostart.ZerostartError, match=text):
         zerostart.plan(checkpoints("qwen3"), world_size=2, zero_stage=stage, engine_config=config)
 
 
 @pytest.mark.parametrize("case", ACCEPTED)
-def test_a_plan_accepts_it(case: str, checkpoints: TinyCheckpoints) -> None:
+def test_a_plan_accepts_harmless_settings(case: str, checkpoints: TinyCheckpoints) -> None:
     zerostart.plan(checkpoints("qwen3"), world_size=2, engine_config=ACCEPTED[case])
 
 
-# A wrong value of a DeepSpeed configuration is the same error wherever the configuration is read.
+# A wrong value of a DeepSpeed configuration is the same error in a plan, a load and an engine's setup.
 
 
-WRONG = {
+WRONG_VALUES = {
     "a size of groups": ({"zero_hpz_partition_size": "two"}, "zero_hpz_partition_size='two'"),
     "a bucket": ({"reduce_bucket_size": -1}, "reduce_bucket_size=-1"),
     "an offload that is no section": ({"offload_optimizer": "cpu"}, "'offload_optimizer'.* is not a dict"),
@@ -67,21 +67,23 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-@pytest.mark.parametrize(("zero", "message"), WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize(("zero", "message"), WRONG_VALUES.values(), ids=WRONG_VALUES)
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_a_wrong_value_is_told_alike(path: Path, stage: int, zero: dict[str, Any], message: str) -> None:
+def test_a_wrong_value_is_the_same_error_everywhere(
+    path: Path, stage: int, zero: dict[str, Any], message: str
+) -> None:
     config = {"zero_optimization": zero}
     model = torch.nn.Linear(4, 4, device="meta")
-    given: dict[str, Any] = {"model": model, "zero_stage": stage, "engine_config": config}
+    options: dict[str, Any] = {"model": model, "zero_stage": stage, "engine_config": config}
     with pytest.raises(ConfigError, match=message):
-        zerostart.plan(path, 2, **given)
+        zerostart.plan(path, 2, **options)
     with pytest.raises(ConfigError, match=message):
-        zerostart.load(path, progress=False, **given)
+        zerostart.load(path, progress=False, **options)
     with pytest.raises(ConfigError, match=message):
         EngineSetup.of("deepspeed", stage, config)
 
 
-def test_what_a_trainer_fills_in_is_left_to_it(path: Path) -> None:
+def test_auto_values_are_left_to_the_trainer(path: Path) -> None:
     zero = dict.fromkeys(("stage", "zero_hpz_partition_size", "reduce_bucket_size", "sub_group_size"), "auto")
     config = {"zero_optimization": zero}
     assert DeepSpeedSettings.of(config) == DeepSpeedSettings.of({})

@@ -1,4 +1,4 @@
-"""The JSON that the command line gives, to the letter."""
+"""Check the keys and values of the command line's JSON."""
 
 import json
 import subprocess
@@ -16,12 +16,12 @@ ZEROSTART = Path(sysconfig.get_path("scripts")) / "zerostart"
 
 
 def zerostart(*arguments: object) -> str:
-    done = subprocess.run(
+    result = subprocess.run(
         [ZEROSTART, *map(str, arguments)], capture_output=True, text=True, timeout=120, check=False
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "it/s" not in done.stderr, "a bar of another library, where no terminal is"
-    return done.stdout
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "it/s" not in result.stderr, "a library's progress bar without a terminal"
+    return result.stdout
 
 
 @pytest.mark.parametrize("engine", ["deepspeed", "fsdp2"])
@@ -30,8 +30,8 @@ def test_plan_json(engine: str, checkpoints: TinyCheckpoints, capsys: pytest.Cap
     capsys.readouterr()
     with pytest.raises(SystemExit, match=r"^0$"):
         main(["plan", str(path), "--world-size", "3", "--engine", engine, "--json"])
-    made = json.loads(capsys.readouterr().out)
-    assert made.keys() >= {
+    plan = json.loads(capsys.readouterr().out)
+    assert plan.keys() >= {
         "ranks",
         "checkpoint_bytes",
         "parameters",
@@ -39,17 +39,17 @@ def test_plan_json(engine: str, checkpoints: TinyCheckpoints, capsys: pytest.Cap
         "planning_seconds",
     }
     keys = {"rank", "read_bytes", "read_ops", "device_bytes", "peak_host_bytes"}
-    assert all(rank.keys() >= keys for rank in made["ranks"])
-    assert all(rank["peaks"].keys() == {"load", "initialize", "step"} for rank in made["ranks"])
-    assert all(rank["peaks"]["load"]["host"] == rank["peak_host_bytes"] for rank in made["ranks"])
-    assert [rank["rank"] for rank in made["ranks"]] == [0, 1, 2]
+    assert all(rank.keys() >= keys for rank in plan["ranks"])
+    assert all(rank["peaks"].keys() == {"load", "initialize", "step"} for rank in plan["ranks"])
+    assert all(rank["peaks"]["load"]["host"] == rank["peak_host_bytes"] for rank in plan["ranks"])
+    assert [rank["rank"] for rank in plan["ranks"]] == [0, 1, 2]
     elements, stored = sizes(path)
-    assert made["parameters"] == elements
-    assert made["checkpoint_bytes"] == stored
-    assert stored <= sum(rank["read_bytes"] for rank in made["ranks"]) <= 1.01 * stored
-    assert made["largest_tensor_bytes"] == 97 * 22 * 2
-    assert all(rank["peak_host_bytes"] >= rank["device_bytes"] for rank in made["ranks"])
-    assert 0 < made["planning_seconds"] < 60
+    assert plan["parameters"] == elements
+    assert plan["checkpoint_bytes"] == stored
+    assert stored <= sum(rank["read_bytes"] for rank in plan["ranks"]) <= 1.01 * stored
+    assert plan["largest_tensor_bytes"] == 97 * 22 * 2
+    assert all(rank["peak_host_bytes"] >= rank["device_bytes"] for rank in plan["ranks"])
+    assert 0 < plan["planning_seconds"] < 60
 
 
 @pytest.mark.slow
@@ -57,8 +57,8 @@ def test_plan_json(engine: str, checkpoints: TinyCheckpoints, capsys: pytest.Cap
 def test_load_json(engine: str, tmp_path: Path) -> None:
     file = tmp_path / "result.json"
     zerostart("load", minilm_path(), "--nproc", 2, "--engine", engine, "--verify", "--json", file)
-    made: dict[str, Any] = json.loads(file.read_text())
-    assert made.keys() == {
+    report: dict[str, Any] = json.loads(file.read_text())
+    assert report.keys() == {
         "ranks",
         "missing",
         "unexpected",
@@ -68,22 +68,22 @@ def test_load_json(engine: str, tmp_path: Path) -> None:
         "forecast",
     }
     keys = {"rank", "seconds", "read_bytes", "peak_host_bytes", "peak_device_bytes"}
-    assert [rank.keys() for rank in made["ranks"]] == [keys] * 2
-    told = made["forecast"]
-    assert [rank["read_bytes"] for rank in told] == [rank["read_bytes"] for rank in made["ranks"]]
-    assert all(rank["peak_host_bytes"] > 0 for rank in told)
-    for number, rank in enumerate(made["ranks"]):
+    assert [rank.keys() for rank in report["ranks"]] == [keys] * 2
+    forecast = report["forecast"]
+    assert [rank["read_bytes"] for rank in forecast] == [rank["read_bytes"] for rank in report["ranks"]]
+    assert all(rank["peak_host_bytes"] > 0 for rank in forecast)
+    for number, rank in enumerate(report["ranks"]):
         assert rank["rank"] == number
         assert rank["seconds"].keys() == {"plan", "build", "read", "total"}
-    assert made["verified"] is True
-    assert made["missing"] == made["unexpected"] == made["mismatched"] == []
-    assert made["seconds"] >= max(rank["seconds"]["read"] for rank in made["ranks"])
+    assert report["verified"] is True
+    assert report["missing"] == report["unexpected"] == report["mismatched"] == []
+    assert report["seconds"] >= max(rank["seconds"]["read"] for rank in report["ranks"])
     _, stored = sizes(minilm_path())
-    assert stored * 0.99 <= sum(rank["read_bytes"] for rank in made["ranks"]) <= stored * 1.01
+    assert stored * 0.99 <= sum(rank["read_bytes"] for rank in report["ranks"]) <= stored * 1.01
 
 
 def sizes(path: Path) -> tuple[int, int]:
-    """Elements and bytes of all tensors of a checkpoint."""
+    """Return the number of elements and bytes of a checkpoint."""
     from safetensors.torch import load_file
 
     tensors = [t for file in path.glob("*.safetensors") for t in load_file(file).values()]

@@ -1,7 +1,7 @@
-"""One parameter that is larger than what a rank may take: on every placement, under a hard cap, bit for bit.
+"""Load one parameter that is larger than a rank's memory limit, on every placement.
 
-The matrix has an odd number of rows and of columns, so that no world size divides it and every last rank has
-padding. The expectation is the file itself, whose elements are known by their place.
+The matrix has an odd number of rows and columns: no world size divides it, so every last rank has padding.
+The expected elements are computed from their positions.
 """
 
 import json
@@ -26,17 +26,17 @@ SIDE = 11777
 NUMEL = SIDE * SIDE
 PIECE = 1 << 22
 
-OFFLOADED = {"device": "cpu", "pin_memory": False}
+HOST_OFFLOAD = {"device": "cpu", "pin_memory": False}
 PLACEMENTS = ("zero3", "offload-param", "nvme", "fsdp2")
 FAST = [("zero3", 2), ("fsdp2", 2)]
-OTHERS = ("hierarchical", "prebuilt", "inside-zero.Init", "fsdp2-offload")
+SLOW_PLACEMENTS = ("hierarchical", "prebuilt", "inside-zero.Init", "fsdp2-offload")
 CASES: list[Any] = [
     *FAST,
     *(
         pytest.param(*case, marks=pytest.mark.slow)
         for case in [
             *((placement, world) for placement in PLACEMENTS for world in (1, 2, 3)),
-            *((placement, 2) for placement in OTHERS),
+            *((placement, 2) for placement in SLOW_PLACEMENTS),
             ("hierarchical", 3),
         ]
         if case not in FAST
@@ -46,43 +46,45 @@ CASES: list[Any] = [
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A file of one fp32 matrix of 529 MiB, which is gone afterwards."""
-    found = tmp_path_factory.mktemp("oversized") / "model.safetensors"
+    """File of one fp32 matrix of 529 MiB, deleted afterwards."""
+    file_path = tmp_path_factory.mktemp("oversized") / "model.safetensors"
     entry = {"dtype": "F32", "shape": [SIDE, SIDE], "data_offsets": [0, 4 * NUMEL]}
     header = json.dumps({"weight": entry}).encode()
     header += b" " * (-len(header) % 8)
-    with found.open("wb") as file:
+    with file_path.open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
         for start in range(0, NUMEL, PIECE):
             file.write(elements(start, min(PIECE, NUMEL - start)).tobytes())
-    yield found
-    found.unlink()
+    yield file_path
+    file_path.unlink()
 
 
 def elements(start: int, count: int) -> Any:
-    """What the matrix holds from element ``start`` on: finite numbers, all of them different."""
+    """Return ``count`` elements of the matrix from ``start``: finite and all different."""
     return (np.arange(start, start + count, dtype=np.uint32) + np.uint32(1 << 28)).view(np.float32)
 
 
 @pytest.mark.parametrize(("case", "world_size"), CASES)
-def test_one_parameter_larger_than_the_memory(case: str, world_size: int, path: Path, tmp_path: Path) -> None:
+def test_one_parameter_larger_than_the_memory_limit(
+    case: str, world_size: int, path: Path, tmp_path: Path
+) -> None:
     share = -(-NUMEL // world_size) * 4 if not case.startswith("fsdp2") else -(-SIDE // world_size) * SIDE * 4
     if case != "nvme" and world_size > 1:
         assert share + 256 * MIB < 4 * NUMEL  # the cap is smaller than the parameter
     for peak, gathered in run_ranks(load_and_gather, world_size, case, path, share, tmp_path, timeout=280):
-        assert peak <= share + 64 * MIB, f"{(peak - share) / MIB:.1f} MiB beside the partition"
+        assert peak <= share + 64 * MIB, f"{(peak - share) / MIB:.1f} MiB in addition to the partition"
         assert gathered
 
 
 def load_and_gather(case: str, path: Path, share: int, folder: Path) -> tuple[int, bool]:
     engine, config = configuration(case, folder)
     warm_up(engine, config)
-    # DeepSpeed makes its swap buffer, of one partition, as a template first, which it never touches.
+    # DeepSpeed allocates its swap buffer, of one partition, twice, and never touches the first.
     template = share if case == "nvme" else 0
-    with capped(share + template + 256 * MIB):
-        model = loaded(case, path, engine, config)
+    with memory_cap(share + template + 256 * MIB):
+        model = load_matrix(case, path, engine, config)
     peak = zerostart.report(model).peak_host_bytes
-    return peak, all(same_as_stored(whole) for whole in gathered_twice(model, engine))
+    return peak, all(equals_file(whole) for whole in gathered_twice(model, engine))
 
 
 def configuration(case: str, folder: Path) -> tuple[str, dict[str, Any]]:
@@ -91,11 +93,11 @@ def configuration(case: str, folder: Path) -> tuple[str, dict[str, Any]]:
 
         policy = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if "offload" in case else {}
         return "fsdp2", policy
-    # DeepSpeed swaps a partition by way of a buffer that holds all of it.
-    room = -(-NUMEL // dist.get_world_size() // 4096) * 4096 + 4096
-    nvme = {"device": "nvme", "nvme_path": str(folder), "buffer_count": 1, "buffer_size": room}
+    # DeepSpeed swaps a partition through a buffer of at least its size.
+    buffer_size = -(-NUMEL // dist.get_world_size() // 4096) * 4096 + 4096
+    nvme = {"device": "nvme", "nvme_path": str(folder), "buffer_count": 1, "buffer_size": buffer_size}
     zero = {
-        "offload-param": {"offload_param": OFFLOADED},
+        "offload-param": {"offload_param": HOST_OFFLOAD},
         "nvme": {"offload_param": {**nvme, "pin_memory": False}},
         "hierarchical": {"zero_hpz_partition_size": dist.get_world_size()},
     }
@@ -105,7 +107,7 @@ def configuration(case: str, folder: Path) -> tuple[str, dict[str, Any]]:
 
 
 def warm_up(engine: str, config: dict[str, Any]) -> None:
-    """A small load first: imports are no part of one."""
+    """Load a small model first, so that imports are not measured."""
     small = {"weight": torch.zeros(3, 3)}
     plain = {"zero_optimization": {"stage": 3}} if engine == "deepspeed" else {}
     plain = {**plain, "zero_optimization": config["zero_optimization"]} if "hpz" in str(config) else plain
@@ -117,7 +119,7 @@ def matrix(side: int) -> nn.Module:
         return nn.Linear(side, side, bias=False)
 
 
-def loaded(case: str, path: Path, engine: str, config: dict[str, Any]) -> nn.Module:
+def load_matrix(case: str, path: Path, engine: str, config: dict[str, Any]) -> nn.Module:
     options: dict[str, Any] = {"engine": engine, "engine_config": config, "memory_limit": 32 * MIB}
     if case == "prebuilt":
         return zerostart.load(path, model=matrix(SIDE), progress=False, **options)
@@ -131,12 +133,12 @@ def loaded(case: str, path: Path, engine: str, config: dict[str, Any]) -> nn.Mod
 
 
 @contextmanager
-def capped(nbytes: int) -> Iterator[None]:
-    """No more than ``nbytes`` of private memory can be allocated by the body, in whatever way."""
+def memory_cap(nbytes: int) -> Iterator[None]:
+    """Let the body allocate at most ``nbytes`` of private memory."""
     lines = Path("/proc/self/status").read_text().splitlines()
-    here = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData"))
+    used = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData"))
     before = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (here + nbytes, before[1]))
+    resource.setrlimit(resource.RLIMIT_DATA, (used + nbytes, before[1]))
     try:
         with pytest.raises(RuntimeError, match="allocate memory"):
             torch.empty(nbytes + MIB, dtype=torch.uint8)
@@ -146,7 +148,7 @@ def capped(nbytes: int) -> Iterator[None]:
 
 
 def gathered_twice(model: nn.Module, engine: str) -> Iterator[torch.Tensor]:
-    """The whole parameter as the engine's own all-gather makes it: again after it was partitioned anew."""
+    """Yield the parameter gathered by the engine, and again after it was repartitioned."""
     (parameter,) = model.parameters()
     for _ in range(2):
         if engine == "fsdp2":
@@ -158,7 +160,7 @@ def gathered_twice(model: nn.Module, engine: str) -> Iterator[torch.Tensor]:
             yield parameter.detach()
 
 
-def same_as_stored(whole: torch.Tensor) -> bool:
+def equals_file(whole: torch.Tensor) -> bool:
     flat = whole.reshape(-1).view(torch.int32).numpy()
     for start in range(0, NUMEL, PIECE):
         piece = flat[start : start + PIECE]

@@ -1,4 +1,4 @@
-"""The report, `full_tensors`, and the bytes and memory that they speak of, on real ranks."""
+"""Check the report of a load and `full_tensors` on real ranks."""
 
 import dataclasses
 import gc
@@ -46,9 +46,9 @@ def test_report_of_a_model_that_was_not_loaded() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_rank_reads_its_own_bytes_by_the_count_of_the_kernel(engine: str) -> None:
+def test_a_rank_reads_only_its_bytes_as_counted_by_the_kernel(engine: str) -> None:
     size = (minilm_path() / "model.safetensors").stat().st_size
-    for counted, report in run_ranks(counted_load, 2, minilm_path(), engine):
+    for counted, report in run_ranks(load_and_count, 2, minilm_path(), engine):
         assert report["read_bytes"] <= 1.01 * size / 2
         assert counted <= 1.01 * size / 2
         assert report["read_bytes"] <= counted
@@ -56,12 +56,12 @@ def test_a_rank_reads_its_own_bytes_by_the_count_of_the_kernel(engine: str) -> N
 
 @pytest.mark.parametrize("engine", ["deepspeed", pytest.param("fsdp2", marks=pytest.mark.slow)])
 def test_memory_is_bounded(engine: str) -> None:
-    """MiniLM cast to bf16: the shard, and no more than the limit for staging beside it."""
+    """Cast MiniLM to bf16: the peak is the shard and the limit for staging."""
     size = (minilm_path() / "model.safetensors").stat().st_size
     options = {"memory_limit": 4 * MIB, "dtype": torch.bfloat16}
     for _, report in run_ranks(report_of_load, 2, minilm_path(), engine, options):
         shard = size // 2 // 2
-        assert shard * 0.9 < report["peak_host_bytes"] < shard + 4 * MIB + 24 * MIB  # and Python's own
+        assert shard * 0.9 < report["peak_host_bytes"] < shard + 4 * MIB + 24 * MIB  # 24 MiB for Python
 
 
 @pytest.mark.slow
@@ -70,11 +70,11 @@ def test_full_tensors(engine: str, checkpoints: TinyCheckpoints) -> None:
     path = checkpoints("qwen3")
     first, second, third = run_ranks(full_tensors_of, 3, path, engine)
     expected = first["expected"]
-    for found in (first, second, third):
-        assert found["names"] == list(expected)  # the unsharded model's names, in its order, tied ones too
-        assert found["all"] == expected
-        assert found["types"] == {"cpu", torch.float32}
-        assert isinstance(found["error"], errors.ConfigError)
+    for result in (first, second, third):
+        assert result["names"] == list(expected)  # the unsharded model's names in order, tied ones too
+        assert result["all"] == expected
+        assert result["types"] == {"cpu", torch.float32}
+        assert isinstance(result["error"], errors.ConfigError)
     assert first["on rank 0"] == expected
     assert first["on rank 2"] == dict.fromkeys(expected)
     assert second["on rank 0"] == second["on rank 2"] == dict.fromkeys(expected)
@@ -83,9 +83,9 @@ def test_full_tensors(engine: str, checkpoints: TinyCheckpoints) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
-def test_alone_without_a_process_group(engine: str, checkpoints: TinyCheckpoints) -> None:
+def test_one_process_without_a_process_group(engine: str, checkpoints: TinyCheckpoints) -> None:
     path = checkpoints("qwen3_moe_aligned", torch.float32)
-    losses = run_ranks(loss_alone, 1, path, engine, process_group=False)[0]
+    losses = run_ranks(loss_without_group, 1, path, engine, process_group=False)[0]
     assert losses[0] == pytest.approx(losses[1], abs=1e-6)
 
 
@@ -100,15 +100,15 @@ def report_of_load(
     return str(report), {name: getattr(report, name) for name in names}
 
 
-def counted_load(path: Path, engine: str) -> tuple[int, dict[str, Any]]:
-    report_of_load(path, engine)  # imports all that a load imports, which is no checkpoint's bytes
+def load_and_count(path: Path, engine: str) -> tuple[int, dict[str, Any]]:
+    report_of_load(path, engine)  # so that imports are not counted
     gc.collect()
-    before = read_so_far()
+    before = bytes_read_so_far()
     report = report_of_load(path, engine)[1]
-    return read_so_far() - before, report
+    return bytes_read_so_far() - before, report
 
 
-def read_so_far() -> int:
+def bytes_read_so_far() -> int:
     line = next(x for x in Path("/proc/self/io").read_text().splitlines() if x.startswith("rchar"))
     return int(line.split()[1])
 
@@ -119,26 +119,26 @@ def full_tensors_of(path: Path, engine: str) -> dict[str, Any]:
     whole = AutoModelForCausalLM.from_pretrained(path).state_dict()
     model = zerostart.load(path, engine=engine, progress=False)
     everywhere = list(zerostart.full_tensors(model, rank=None))
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "expected": {name: tensor.tolist() for name, tensor in whole.items()},
         "names": [name for name, _ in everywhere],
         "all": {name: tensor.tolist() for name, tensor in everywhere},
         "types": {kind for _, t in everywhere for kind in (t.device.type, t.dtype)},
-        "on rank 0": listed(zerostart.full_tensors(model)),
-        "on rank 2": listed(zerostart.full_tensors(model, rank=2)),
+        "on rank 0": tensors_as_lists(zerostart.full_tensors(model)),
+        "on rank 2": tensors_as_lists(zerostart.full_tensors(model, rank=2)),
     }
     try:
-        listed(zerostart.full_tensors(model, rank=3))
+        tensors_as_lists(zerostart.full_tensors(model, rank=3))
     except errors.ZerostartError as error:
-        found["error"] = error
-    return found
+        result["error"] = error
+    return result
 
 
-def listed(pairs: Any) -> dict[str, Any]:
+def tensors_as_lists(pairs: Any) -> dict[str, Any]:
     return {name: None if tensor is None else tensor.tolist() for name, tensor in pairs}
 
 
-def loss_alone(path: Path, engine: str) -> tuple[float, float]:
+def loss_without_group(path: Path, engine: str) -> tuple[float, float]:
     from transformers import AutoModelForCausalLM
 
     assert not dist.is_initialized()

@@ -11,12 +11,12 @@ import zerostart
 from zerostart import errors
 
 
-def test_load_takes_what_the_contract_says() -> None:
-    found = inspect.signature(zerostart.load).parameters
-    assert {name: p.default for name, p in found.items()} == {
+def test_load_has_the_documented_parameters() -> None:
+    parameters = inspect.signature(zerostart.load).parameters
+    assert {name: p.default for name, p in parameters.items()} == {
         "source": inspect.Parameter.empty,
         "model": None,
-        "engine": None,  # the launcher's, else the one that is installed
+        "engine": None,  # the launcher's, otherwise an installed one
         "zero_stage": 3,
         "engine_config": None,
         "expert_parallel": 1,
@@ -34,7 +34,7 @@ def test_load_takes_what_the_contract_says() -> None:
     }
 
 
-LEAVES = {
+BUILTIN_BASES = {
     "BuildError": ValueError,
     "CheckpointError": ValueError,
     "CheckpointNotFoundError": FileNotFoundError,
@@ -51,30 +51,30 @@ LEAVES = {
 }
 
 
-@pytest.mark.parametrize(("name", "builtin"), LEAVES.items())
-def test_errors_form_one_tree_of_builtins(name: str, builtin: type[Exception]) -> None:
+@pytest.mark.parametrize(("name", "builtin"), BUILTIN_BASES.items())
+def test_errors_derive_from_one_class_and_a_builtin(name: str, builtin: type[Exception]) -> None:
     kind = getattr(errors, name)
     assert issubclass(kind, zerostart.ZerostartError)
     assert issubclass(kind, builtin)
-    again = pickle.loads(pickle.dumps(kind("what happened")))
-    assert type(again) is kind
-    assert str(again) == "what happened"
+    copied = pickle.loads(pickle.dumps(kind("what happened")))
+    assert type(copied) is kind
+    assert str(copied) == "what happened"
 
 
 def test_coverage_error_carries_the_names() -> None:
-    made = errors.CoverageError("text", ["a"], ["b"], {"c": ((1, 2), (2, 1))})
-    again = pickle.loads(pickle.dumps(made))
-    assert (again.missing, again.unexpected, again.mismatched) == (("a",), ("b",), {"c": ((1, 2), (2, 1))})
-    assert str(again) == "text"
+    error = errors.CoverageError("text", ["a"], ["b"], {"c": ((1, 2), (2, 1))})
+    copied = pickle.loads(pickle.dumps(error))
+    assert (copied.missing, copied.unexpected, copied.mismatched) == (("a",), ("b",), {"c": ((1, 2), (2, 1))})
+    assert str(copied) == "text"
 
 
 VERBS = [verb for name in zerostart.__all__ if inspect.isfunction(verb := getattr(zerostart, name))]
 
 
 @pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.__name__)
-def test_the_example_of_a_verb_runs(verb: Callable[..., object]) -> None:
+def test_docstring_example_runs(verb: Callable[..., object]) -> None:
     (example,) = doctest.DocTestFinder(recurse=False).find(verb, globs={})
     assert example.examples
-    told: list[str] = []
-    failed, _ = doctest.DocTestRunner(verbose=False).run(example, out=told.append)
-    assert failed == 0, "".join(told)
+    output: list[str] = []
+    failed, _ = doctest.DocTestRunner(verbose=False).run(example, out=output.append)
+    assert failed == 0, "".join(output)

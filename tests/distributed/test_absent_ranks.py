@@ -1,4 +1,4 @@
-"""Ranks that do not come to a call: the others say in the error which, and where."""
+"""Name the ranks, and their hosts, that are missing from a call."""
 
 import os
 import platform
@@ -18,8 +18,8 @@ from zerostart.distributed.world import current_world
 HOST = platform.node()
 
 
-def joined(seconds: float, backend: str = "gloo") -> None:
-    """Initialise this rank's group with a time-out of ``seconds``."""
+def join_group(seconds: float, backend: str = "gloo") -> None:
+    """Initialise this rank's process group with a timeout of ``seconds``."""
     failures.LOOK_SECONDS = 0.2
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), size, is_master=False)
@@ -34,8 +34,8 @@ def load() -> nn.Module:
 
 
 def long_work(seconds: float) -> str:
-    """Rank 0 works for longer than ranks wait for each other; then it fails."""
-    joined(2)
+    """Work on rank 0 for longer than the timeout, and then fail there."""
+    join_group(2)
 
     def work() -> str:
         time.sleep(seconds)
@@ -55,56 +55,56 @@ def long_work(seconds: float) -> str:
 
 
 @pytest.mark.slow
-def test_ranks_wait_for_long_work_past_the_time_out() -> None:
+def test_ranks_wait_for_long_work_past_the_timeout() -> None:
     assert run_ranks(long_work, 2, 5.0, process_group=False) == ["WriteError: rank 0: refused"] * 2
 
 
-def alone_in_a_load(backend: str) -> tuple[str, float]:
-    """Two of three ranks load; what they raise, and when."""
-    joined(3, backend)
-    begun = time.monotonic()
+def load_on_two_of_three(backend: str) -> tuple[str, float]:
+    """Load on two of three ranks; return the error and its time in seconds."""
+    join_group(3, backend)
+    start = time.monotonic()
     if dist.get_rank() == 2:
         time.sleep(6)
         os._exit(0)
     try:
         load()
     except zerostart.ZerostartError as error:
-        return str(error), time.monotonic() - begun
-    return "loaded", time.monotonic() - begun
+        return str(error), time.monotonic() - start
+    return "loaded", time.monotonic() - start
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["gloo", "fake"])
 def test_a_load_without_one_rank_names_it(backend: str) -> None:
-    """Also where the group that messages go over has to be made first."""
-    outcomes = rank_outcomes(alone_in_a_load, 3, backend, process_group=False, timeout=60)
-    (text, seconds), (other, _) = outcomes[0].value, outcomes[1].value
-    assert text == other
+    """Also for a backend that needs an additional group for messages."""
+    outcomes = rank_outcomes(load_on_two_of_three, 3, backend, process_group=False, timeout=60)
+    (text, seconds), (other_text, _) = outcomes[0].value, outcomes[1].value
+    assert text == other_text
     assert f"rank 2 (on {HOST}) has not come to" in text or "rank 2 has not come to" in text
     assert "within 3 s, the time-out of the process group" in text
     assert "init_process_group(timeout=...)" in text
     assert 2.5 < seconds < 9
 
 
-def dying() -> tuple[str, float]:
-    joined(60)
+def die_on_rank_1() -> tuple[str, float]:
+    join_group(60)
     world, rank = current_world(), dist.get_rank()
     world.all_gather_object(rank, "being all there")
-    begun = time.monotonic()
+    start = time.monotonic()
     if rank == 1:
         os._exit(0)
     try:
         world.all_gather_object(rank, "telling")
     except zerostart.ZerostartError as error:
-        seconds = time.monotonic() - begun
-        time.sleep(3)  # no rank learns it from the end of another's process
+        seconds = time.monotonic() - start
+        time.sleep(3)  # the others must not notice the end of this process first
         return str(error), seconds
     return "", 0
 
 
-def test_a_rank_that_dies_is_named_soon_on_all_others_alike() -> None:
-    """Not only on its neighbours in the ring, and not as each of these ends in turn."""
-    outcomes = rank_outcomes(dying, 5, process_group=False, timeout=60)
+def test_a_dead_rank_is_named_soon_on_all_others() -> None:
+    """All survivors raise the same error, not only the dead rank's neighbours."""
+    outcomes = rank_outcomes(die_on_rank_1, 5, process_group=False, timeout=60)
     values = [outcome.value for outcome in outcomes if outcome.rank != 1]
     assert len({text for text, _ in values}) == 1, values
     assert f"during 'telling' (not there: rank 1 (on {HOST}))" in values[0][0]

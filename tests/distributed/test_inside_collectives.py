@@ -1,4 +1,4 @@
-"""What fails inside a call that ranks make together, where the others wait in another one."""
+"""Fail on one rank between two collectives while the others wait."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from zerostart.distributed.world import current_world
 
 
 def encode() -> None:
-    """As one rank whose memory runs out between two collectives of a sharded forward."""
+    """Run out of memory on one rank between two collectives of a sharded forward."""
     world = current_world()
     with world.phase("preparing the data"), world.collectives("encoding an item"):
         for layer in range(3):
@@ -19,8 +19,8 @@ def encode() -> None:
 
 
 @pytest.mark.slow
-def test_it_is_raised_at_once_and_the_others_learn_of_it() -> None:
-    """Not in the meeting at the end of a phase, which would answer to another call of the others."""
+def test_a_failure_between_collectives_is_raised_on_all_ranks_at_once() -> None:
+    """Waiting for the phase's end would mix with the other ranks' collectives."""
     first, second = rank_outcomes(encode, 2, grace=30.0)
     assert second.error == "zerostart.errors.ZerostartError"
     assert second.message == "OutOfMemoryError: out of memory"

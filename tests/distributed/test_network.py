@@ -1,4 +1,4 @@
-"""What the network or a limit of this host stands in the way of, with its remedy; one time-out for all."""
+"""Explain network errors with a remedy, and give all groups the same timeout."""
 
 from collections.abc import Iterator
 from datetime import timedelta
@@ -13,7 +13,7 @@ from zerostart.distributed.world import current_world
 
 @pytest.fixture
 def group() -> Iterator[None]:
-    """A group of one, with a time-out of its own."""
+    """Process group of one rank with a timeout of 77 s."""
     if dist.is_initialized():
         dist.destroy_process_group()
     limit = timedelta(seconds=77)
@@ -22,13 +22,13 @@ def group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def test_groups_made_in_a_load_have_the_time_out_of_the_default_one(group: None) -> None:
+def test_new_groups_have_the_default_groups_timeout(group: None) -> None:
     with current_world().collectives("making a group"):
-        made = dist.new_group([0])
-    assert made._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=77)
+        new_group = dist.new_group([0])
+    assert new_group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=77)
 
 
-def test_what_stands_in_the_way_is_told_with_its_remedy(group: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_network_errors_are_explained_with_a_remedy(group: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere7")
     with pytest.raises(RuntimeError) as caught:
         dist.new_group(backend="gloo")

@@ -1,6 +1,6 @@
-"""Two hosts with a network between them: load and save, a cut cable, files that differ.
+"""Test two hosts: load and save, a cut cable, different files.
 
-The hosts are network namespaces, joined by a pair of virtual interfaces; needs root.
+The hosts are network namespaces, connected by virtual interfaces; this needs root.
 """
 
 import contextlib
@@ -21,39 +21,39 @@ import torch
 from safetensors.torch import save_file
 
 SCRIPT = Path(__file__).with_name("two_hosts.py")
-LIMIT = 150
+MAX_SECONDS = 150
 
 
 def ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True, timeout=20)
 
 
-#: The process that a namespace of these tests belongs to.
+#: Name of a namespace of these tests, with the id of the process that made it.
 OWNER = re.compile(r"^zs(\d+)\w*")
 
 
-def sweep() -> None:
-    """Remove namespaces of test runs that were killed, with what still runs in them."""
+def remove_stale_namespaces() -> None:
+    """Remove namespaces of killed test runs, with their processes."""
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, timeout=20).stdout
     for line in listed.splitlines():
         owner = OWNER.match(line)
         if owner is None or Path("/proc", owner[1]).exists():
             continue
-        remove(owner[0])
+        remove_namespace(owner[0])
 
 
-def remove(name: str) -> None:
-    """End what runs in a namespace, and the namespace."""
-    left = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, timeout=20)
-    for pid in left.stdout.split():
+def remove_namespace(name: str) -> None:
+    """Kill the processes in a namespace, and delete it."""
+    processes = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, timeout=20)
+    for pid in processes.stdout.split():
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(pid), signal.SIGKILL)
     subprocess.run(["ip", "netns", "delete", name], capture_output=True, timeout=20)
 
 
 @contextlib.contextmanager
-def ended_by_signals() -> Iterator[None]:
-    """Inside, SIGTERM ends a test run as Ctrl-C does: what it has made is removed."""
+def interrupt_on_sigterm() -> Iterator[None]:
+    """Handle SIGTERM like Ctrl-C in the body, so that namespaces are removed."""
 
     def end(number: int, frame: object) -> None:
         raise KeyboardInterrupt
@@ -71,7 +71,7 @@ def hosts() -> Iterator[tuple[str, str]]:
     names = f"zs{os.getpid()}a", f"zs{os.getpid()}b"
     if shutil.which("ip") is None:
         pytest.skip("there is no `ip` (iproute2)")
-    sweep()
+    remove_stale_namespaces()
     try:
         for name in names:
             ip("netns", "add", name)
@@ -83,29 +83,29 @@ def hosts() -> Iterator[tuple[str, str]]:
             ip("-n", name, "addr", "add", f"10.231.7.{number + 1}/24", "dev", f"wire{number}")
             ip("-n", name, "link", "set", f"wire{number}", "up")
             ip("-n", name, "link", "set", "lo", "up")
-        with ended_by_signals():
+        with interrupt_on_sigterm():
             yield names
     finally:
         for name in names:
-            remove(name)
+            remove_namespace(name)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """What both hosts see, with a checkpoint in it."""
-    write(tmp_path / "checkpoint", 1.0)
+    """Folder of both hosts, with a checkpoint."""
+    write_checkpoint(tmp_path / "checkpoint", 1.0)
     return tmp_path
 
 
-def write(path: Path, scale: float) -> None:
+def write_checkpoint(path: Path, scale: float) -> None:
     path.mkdir()
     weights = {"weight": torch.arange(64.0 * 64).view(64, 64) * scale, "bias": torch.arange(64.0)}
     save_file(weights, path / "model.safetensors")
 
 
-def outcomes(
+def run_on_hosts(
     hosts: tuple[str, str],
-    what: str,
+    job: str,
     folder: Path,
     *,
     ranks: tuple[int, ...] = (0, 1),
@@ -113,13 +113,17 @@ def outcomes(
     before: Mapping[int, str] | None = None,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> list[dict[str, Any]]:
-    """Run ``two_hosts.py``, a rank for each number of a host in ``ranks``; what they print."""
+    """Run ``two_hosts.py`` with one rank for each host number in ``ranks``; return results."""
     running = []
     for rank, host in enumerate(ranks):
-        own = {"RANK": rank, "WORLD_SIZE": len(ranks), "LOCAL_RANK": ranks[:rank].count(host)}
-        own |= {"LOCAL_WORLD_SIZE": ranks.count(host), "MASTER_ADDR": "10.231.7.1", "MASTER_PORT": 29500}
-        named = {"GLOO_SOCKET_IFNAME": f"wire{host}"}
-        rest = {
+        variables = {"RANK": rank, "WORLD_SIZE": len(ranks), "LOCAL_RANK": ranks[:rank].count(host)}
+        variables |= {
+            "LOCAL_WORLD_SIZE": ranks.count(host),
+            "MASTER_ADDR": "10.231.7.1",
+            "MASTER_PORT": 29500,
+        }
+        gloo = {"GLOO_SOCKET_IFNAME": f"wire{host}"}
+        inherited = {
             k: v
             for k, v in os.environ.items()
             if k not in ("GLOO_SOCKET_IFNAME", "TORCHELASTIC_USE_AGENT_STORE")
@@ -129,9 +133,9 @@ def outcomes(
             subprocess.Popen(
                 [
                     *("ip", "netns", "exec", hosts[host], "sh", "-c", call),
-                    *(sys.executable, str(SCRIPT), what, str(folder), str(seconds)),
+                    *(sys.executable, str(SCRIPT), job, str(folder), str(seconds)),
                 ],
-                env={**rest, **named, **{name: str(value) for name, value in own.items()}},
+                env={**inherited, **gloo, **{name: str(value) for name, value in variables.items()}},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
@@ -139,15 +143,15 @@ def outcomes(
         )
     try:
         meanwhile()
-        ended = []
+        results = []
         for process in running:
-            out, err = process.communicate(timeout=LIMIT)
+            out, err = process.communicate(timeout=MAX_SECONDS)
             lines = [line for line in out.splitlines() if line.startswith("{")]
-            ended.append(
+            results.append(
                 json.loads(lines[-1]) if lines else {"code": process.returncode, "output": err[-3000:]}
             )
-            ended[-1]["said"] = err
-        return ended
+            results[-1]["stderr"] = err
+        return results
     finally:
         for process in running:
             process.kill()
@@ -156,42 +160,42 @@ def outcomes(
 
 @pytest.mark.slow
 def test_a_model_is_loaded_and_saved_over_two_hosts(hosts: tuple[str, str], folder: Path) -> None:
-    first, second = outcomes(hosts, "whole", folder)
+    first, second = run_on_hosts(hosts, "whole", folder)
     assert "value" in first, first
     assert first["value"] == second["value"]
     saved = (folder / "saved/model.safetensors").read_bytes()
     from safetensors.torch import load as read
 
-    kept = read((folder / "checkpoint/model.safetensors").read_bytes())
-    assert all(torch.equal(tensor, kept[name]) for name, tensor in read(saved).items())
+    stored = read((folder / "checkpoint/model.safetensors").read_bytes())
+    assert all(torch.equal(tensor, stored[name]) for name, tensor in read(saved).items())
 
 
 @pytest.mark.slow
-def test_a_cut_cable_is_an_error_on_both_sides_by_the_groups_own_time_out(
+def test_a_cut_cable_is_an_error_on_both_sides_within_the_timeout(
     hosts: tuple[str, str], folder: Path
 ) -> None:
-    """Beyond the cut there is neither a rank nor the store; no socket is closed."""
+    """A cut closes no socket; one side also loses the store."""
 
-    def cut() -> None:
-        begun = time.monotonic()
-        while len(list(folder.glob("ready*"))) < 2 and time.monotonic() - begun < LIMIT:
+    def cut_cable() -> None:
+        start = time.monotonic()
+        while len(list(folder.glob("ready*"))) < 2 and time.monotonic() - start < MAX_SECONDS:
             time.sleep(0.1)
         ip("-n", hosts[0], "link", "set", "wire0", "down")
         (folder / "cut").touch()
 
-    for ended in outcomes(hosts, "cut", folder, seconds=12, meanwhile=cut):
-        assert ended.get("error") == "PeerError", ended
-        assert "(saving the model)" in ended["text"]
-        assert ended["seconds"] < 60
+    for result in run_on_hosts(hosts, "cut", folder, seconds=12, meanwhile=cut_cable):
+        assert result.get("error") == "PeerError", result
+        assert "(saving the model)" in result["text"]
+        assert result["seconds"] < 60
     assert not (folder / "saved/model.safetensors").exists()
 
 
 @pytest.mark.slow
-def test_checkpoints_of_the_hosts_own_that_differ_are_one_error(hosts: tuple[str, str], folder: Path) -> None:
-    """At one path each host has files of its own: as large, with other bytes."""
-    write(folder / "other", 2.0)
+def test_different_files_at_one_path_are_one_error(hosts: tuple[str, str], folder: Path) -> None:
+    """Mount a file of equal size with other bytes on the second host."""
+    write_checkpoint(folder / "other", 2.0)
     mount = f"mount --bind {folder / 'other'} {folder / 'checkpoint'}"
-    first, second = outcomes(hosts, "differ", folder, before={1: mount})
+    first, second = run_on_hosts(hosts, "differ", folder, before={1: mount})
     assert "error" in first, first
     assert (first["error"], first["text"]) == (second["error"], second["text"])
     assert "model.safetensors" in first["text"]

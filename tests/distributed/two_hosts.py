@@ -1,8 +1,8 @@
-"""One rank of a job on two hosts, which are network namespaces (`test_two_hosts.py`); prints its end.
+"""Run one rank of a job on two hosts (network namespaces, see `test_two_hosts.py`).
 
-    python two_hosts.py WHAT FOLDER SECONDS
+    python two_hosts.py JOB FOLDER SECONDS
 
-WHAT is what is done, FOLDER what the hosts share, SECONDS the time-out of the process group.
+FOLDER is shared by the hosts, SECONDS is the process group's timeout. Prints the result or error as JSON.
 """
 
 import json
@@ -19,15 +19,15 @@ from torch import nn
 
 import zerostart
 
-what, folder, seconds = sys.argv[1], Path(sys.argv[2]), float(sys.argv[3])
+job, folder, seconds = sys.argv[1], Path(sys.argv[2]), float(sys.argv[3])
 
 
 def load() -> nn.Module:
     return zerostart.load(folder / "checkpoint", lambda: nn.Linear(64, 64), engine="fsdp2", progress=False)
 
 
-def whole() -> object:
-    """Load, save, and a training state; what all of it is."""
+def save_and_resume() -> object:
+    """Load, save, and save and load a training state; return the model's digest."""
     model = load()
     optimizer = torch.optim.AdamW(model.parameters())
     zerostart.save(model, folder / "saved")
@@ -36,8 +36,8 @@ def whole() -> object:
     return zerostart.digest(model)
 
 
-def cut() -> object:
-    """Save when the cable is cut."""
+def save_after_cut() -> object:
+    """Save after the test has cut the cable."""
     model = load()
     dist.barrier()
     (folder / f"ready{dist.get_rank()}").touch()
@@ -49,15 +49,15 @@ def cut() -> object:
 def main(jobs: dict[str, Callable[[], object]]) -> None:
     limit = timedelta(seconds=seconds)
     dist.init_process_group("gloo", timeout=limit)
-    begun = time.monotonic()
+    start = time.monotonic()
     try:
-        told = {"value": repr(jobs[what]())}
+        result = {"value": repr(jobs[job]())}
     except zerostart.ZerostartError as error:
-        told = {"error": type(error).__name__, "text": str(error)}
-    print(json.dumps({**told, "seconds": time.monotonic() - begun}), flush=True)
+        result = {"error": type(error).__name__, "text": str(error)}
+    print(json.dumps({**result, "seconds": time.monotonic() - start}), flush=True)
     os._exit(0)  # as a launcher would end it
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main({"whole": whole, "cut": cut, "differ": load})
+    main({"whole": save_and_resume, "cut": save_after_cut, "differ": load})

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import CLIPVisionConfig, CLIPVisionModel, UMT5EncoderModel
 
 import zerostart
-from tests.contract.test_oversized import capped
+from tests.contract.test_oversized import memory_cap
 from tests.integrations.pipelines.tiny_pipelines import umt5
 from tests.ranks import run_ranks
 from zerostart.errors import ConfigError, EngineError, ReadError
@@ -200,7 +200,7 @@ def measure_peaks(path: Path, limit: int, cap: int) -> tuple[int, int]:
         path / f"small-{os.getpid()}", vocab_size=8, d_model=8, d_kv=4, d_ff=8, num_layers=1
     )
     for source, window_bytes in ((small, 1 << 20), (path / "model", limit)):  # the first run does the imports
-        with capped(cap), PeakMeter(CPU, interval=0.005) as meter, torch.no_grad():
+        with memory_cap(cap), PeakMeter(CPU, interval=0.005) as meter, torch.no_grad():
             model, window = load_model(source, UMT5EncoderModel, window_bytes, store="disk")
             for _ in range(2):
                 assert model(torch.tensor([[1, 2, 3]])).last_hidden_state.isfinite().all()
