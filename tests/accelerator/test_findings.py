@@ -1,4 +1,4 @@
-"""What a pretend accelerator found: each of these failed before."""
+"""Regression tests of errors that the pretend accelerator has shown."""
 
 from pathlib import Path
 from typing import Any
@@ -9,13 +9,13 @@ from tests.accelerator import findings
 from tests.npu_ranks import run_npu_ranks
 from tests.tiny import TinyCheckpoints
 
-#: The first tests of a run: they wait for the compilers, of DeepSpeed's operation and of the accelerator.
+#: The first tests of a run compile DeepSpeed's operation and the accelerator.
 pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.mark.slow
-def test_the_device_is_current_and_nothing_is_initialised_by_asking() -> None:
-    assert run_npu_ranks(findings.device_before_it_is_asked, 2) == [(False, True, 5)] * 2
+def test_the_device_is_current_and_asking_initialises_nothing() -> None:
+    assert run_npu_ranks(findings.check_current_device, 2) == [(False, True, 5)] * 2
 
 
 @pytest.mark.slow
@@ -23,7 +23,10 @@ def test_a_background_save_waits_for_the_device_of_its_copies(
     checkpoints: TinyCheckpoints, tmp_path: Path
 ) -> None:
     path = checkpoints("qwen3")
-    assert run_npu_ranks(findings.saved_beside_another_device, 2, path, tmp_path / "state") == [True, True]
+    assert run_npu_ranks(findings.save_with_another_current_device, 2, path, tmp_path / "state") == [
+        True,
+        True,
+    ]
 
 
 @pytest.mark.slow
@@ -42,36 +45,36 @@ def test_page_locked_memory_is_not_rounded_up(
         config = {"offload_policy": CPUOffloadPolicy(pin_memory=True)}
     background = engine == "background"
     arguments = (tmp_path / "state", "fsdp2" if background else engine, config, background)
-    for asked, allocated, registered in run_npu_ranks(
-        findings.page_locked, 2, checkpoints("qwen3"), *arguments
+    for needed, allocated, registered in run_npu_ranks(
+        findings.measure_page_locked, 2, checkpoints("qwen3"), *arguments
     ):
-        assert asked > 20_000
-        # In pages, and each tensor on a boundary of its own.
-        assert allocated + registered <= 1.1 * asked + 3 * 4096
+        assert needed > 20_000
+        # Rounded up to pages, and each tensor aligned.
+        assert allocated + registered <= 1.1 * needed + 3 * 4096
 
 
 @pytest.mark.slow
-def test_what_torch_adds_to_page_locked_memory_is_counted_and_given_back(
+def test_torchs_rounding_of_page_locked_memory_is_counted_and_freed(
     checkpoints: TinyCheckpoints, tmp_path: Path
 ) -> None:
     from torch.distributed.fsdp import CPUOffloadPolicy
 
     config = {"offload_policy": CPUOffloadPolicy(pin_memory=True)}
     arguments = (checkpoints("qwen3"), tmp_path, config)
-    for found in run_npu_ranks(findings.page_locked_by_torch, 2, *arguments):
-        assert found["asked"] < found["taken"] == found["told"] == found["forecast"]
-        assert found["report"] >= found["peak"]
-        assert found["left"] == 0
+    for sizes in run_npu_ranks(findings.measure_page_locked_by_torch, 2, *arguments):
+        assert sizes["needed"] < sizes["taken"] == sizes["locked"] == sizes["forecast"]
+        assert sizes["report"] >= sizes["peak"]
+        assert sizes["after"] == 0
 
 
 @pytest.mark.slow
-def test_activations_on_the_host_take_what_they_need() -> None:
-    for off, needed, most in run_npu_ranks(findings.offloaded_activations, 1):
-        assert off == [0.0] * len(off)
-        assert most <= 2 * needed
+def test_offloaded_activations_lock_at_most_twice_their_bytes() -> None:
+    for errors, needed, peak in run_npu_ranks(findings.measure_offloaded_activations, 1):
+        assert errors == [0.0] * len(errors)
+        assert peak <= 2 * needed
 
 
 @pytest.mark.slow
-def test_a_model_on_two_devices_is_saved_as_it_is(tmp_path: Path) -> None:
-    """Copies off the second one were not waited for: buffers were written with what was in them before."""
-    assert run_npu_ranks(findings.moved_between_two_devices, 1, tmp_path / "saved") == [[]]
+def test_a_model_on_two_devices_is_saved_correctly(tmp_path: Path) -> None:
+    """Wait for copies from the second device before writing their buffers."""
+    assert run_npu_ranks(findings.save_from_two_devices, 1, tmp_path / "saved") == [[]]

@@ -1,4 +1,4 @@
-"""``benchmarks/gpu_check.py``, tried out on the pretend accelerator."""
+"""Run ``benchmarks/gpu_check.py`` on the pretend accelerator."""
 
 import json
 import subprocess
@@ -12,35 +12,35 @@ from benchmarks.gpu_check import checks, far
 from tests.npu_ranks import npu_environment
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu_check.py"
-#: What is too large for a dry run, or of one kind of accelerator.
-REAL = ("large", "compiled", "DeepSpeed's", "fused")
+#: Checks that are too large for this test, or need another accelerator.
+GPU_ONLY = ("large", "compiled", "DeepSpeed's", "fused")
 
 
 def run(folder: Path, *words: str) -> tuple[int, list[dict[str, Any]]]:
-    """The exit code, and the lines that were written."""
+    """Return the exit code and the written lines."""
     out = folder / "out.jsonl"
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, str(SCRIPT), "--out", str(out), "--scratch", str(folder), *words],
         env={**npu_environment(), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
         capture_output=True,
         text=True,
         timeout=290,
     )
-    assert done.returncode in (0, 1), done.stderr
+    assert result.returncode in (0, 1), result.stderr
     facts, *lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert facts["facts"]["accelerator"] == "npu"
-    return done.returncode, lines
+    return result.returncode, lines
 
 
-def test_what_is_no_number_is_far() -> None:
+def test_nan_and_infinity_are_differences() -> None:
     nan = float("nan")
     assert far([1.0, 2.0], [1.0, 2.0 + 1e-5]) == []
-    for found, wanted in ((nan, 1.0), (1.0, nan), (nan, nan), (float("inf"), 1.0), (1.1, 1.0)):
-        assert len(far([found], [wanted])) == 1
+    for actual, expected in ((nan, 1.0), (1.0, nan), (nan, nan), (float("inf"), 1.0), (1.1, 1.0)):
+        assert len(far([actual], [expected])) == 1
 
 
 @pytest.mark.slow
-def test_each_check_writes_its_line(tmp_path: Path) -> None:
+def test_tiny_checks_write_their_lines(tmp_path: Path) -> None:
     code, lines = run(tmp_path, "--tiny", "--ranks", "1,2")
     assert [line["check"] for line in lines] == ["fsdp2 3", "deepspeed 3", "rates", "races"] * 2
     assert not [line for line in lines if line.get("error") or line.get("wrong")]
@@ -49,10 +49,10 @@ def test_each_check_writes_its_line(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(6))
-def test_the_other_checks(part: int, tmp_path: Path) -> None:
-    names = [check.name for check in checks() if not check.tiny and not check.name.startswith(REAL)]
-    chosen = names[part::6]
-    code, lines = run(tmp_path, "--ranks", "1", "--only", ";".join(chosen))
-    assert [line["check"] for line in lines] == chosen
+def test_the_other_checks_write_their_lines(part: int, tmp_path: Path) -> None:
+    names = [check.name for check in checks() if not check.tiny and not check.name.startswith(GPU_ONLY)]
+    selected = names[part::6]
+    code, lines = run(tmp_path, "--ranks", "1", "--only", ";".join(selected))
+    assert [line["check"] for line in lines] == selected
     assert not [line for line in lines if line.get("error") or line.get("wrong") or line.get("left_out")]
     assert code == 0

@@ -1,4 +1,4 @@
-"""Every verb on an accelerator (the pretend one of ``simulated/npu``), on both engines and all stages."""
+"""Run every verb on the pretend accelerator, on both engines and all stages."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from tests.accelerator.verbs import all_verbs
 from tests.npu_ranks import run_npu_ranks
 from tests.tiny import TinyCheckpoints
 
-#: The first test of a run waits for the compilers, of DeepSpeed's operation and of the accelerator.
+#: The first test of a run compiles DeepSpeed's operation and the accelerator.
 pytestmark = pytest.mark.timeout(900)
 
 
@@ -30,8 +30,8 @@ def run(kind: str, checkpoints: TinyCheckpoints, folder: Path, *arguments: Any) 
 
 
 @pytest.mark.slow
-def test_fsdp2_without_a_device_that_was_set(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
-    """The README's script: no backend is named, and nobody sets the device."""
+def test_fsdp2_without_a_set_device(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
+    """Like the README's script, which names no backend and sets no device."""
     run("qwen3", checkpoints, tmp_path, "fsdp2", 3, {})
 
 
@@ -41,9 +41,7 @@ def test_deepspeed_3(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["hccl", "cpu:gloo,npu:hccl", None])
-def test_fsdp2_on_a_device_that_was_set(
-    backend: str | None, checkpoints: TinyCheckpoints, tmp_path: Path
-) -> None:
+def test_fsdp2_on_a_set_device(backend: str | None, checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
     run("qwen3", checkpoints, tmp_path, "fsdp2", 3, {}, None, backend, True)
 
 
@@ -108,7 +106,7 @@ def test_secondary_partitions(checkpoints: TinyCheckpoints, tmp_path: Path) -> N
 @pytest.mark.parametrize("kind", ["zero3", "zero2", "fsdp2"])
 @pytest.mark.parametrize("library", ["trainer", "accelerate", "peft"])
 def test_adoption(library: str, kind: str, checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
-    """The same losses as with the library alone, on the accelerator as well."""
+    """Compare losses with those of the library without zerostart."""
     from tests.integrations import scripts
 
     environments = {
@@ -119,7 +117,7 @@ def test_adoption(library: str, kind: str, checkpoints: TinyCheckpoints, tmp_pat
     arguments = (library, environments[kind]())
     path = checkpoints("qwen3")
     stock, ours = (
-        run_npu_ranks(scenes.adopted, 2, path, tmp_path / name, *arguments, adopt)[0]
+        run_npu_ranks(scenes.run_script, 2, path, tmp_path / name, *arguments, adopt)[0]
         for name, adopt in (("stock", None), ("ours", {}))
     )
     assert ours["losses"] == pytest.approx(stock["losses"], rel=1e-5)
@@ -131,12 +129,12 @@ def test_adoption(library: str, kind: str, checkpoints: TinyCheckpoints, tmp_pat
     ("engine", "stage", "transformer", "ranks"),
     [("fsdp2", 3, "shard", 2), ("deepspeed", 3, "shard", 2), ("fsdp2", 3, "offload", 1)],
 )
-def test_a_pipeline_draws_what_it_draws_on_the_host(
+def test_a_pipeline_draws_the_same_picture_as_on_the_host(
     engine: str, stage: int, transformer: str, ranks: int, tmp_path: Path
 ) -> None:
     from tests.integrations.pipelines.tiny_pipelines import make_pipeline
 
     path = make_pipeline("wan", tmp_path / "wan")
     placement = {"transformer": transformer, "vae": "replicate", "text_encoder": "offload"}
-    for off in run_npu_ranks(scenes.drawn, ranks, path, "wan", engine, stage, placement):
-        assert off < 1e-5
+    for error in run_npu_ranks(scenes.compare_picture, ranks, path, "wan", engine, stage, placement):
+        assert error < 1e-5

@@ -1,4 +1,4 @@
-"""What a rank on an accelerator does: every verb, on one engine; and what must have come of it."""
+"""Run every verb on an accelerator rank with one engine, and check the results."""
 
 import os
 from collections.abc import Mapping
@@ -17,10 +17,10 @@ from benchmarks.gpu_check import prepared, step
 STEPS = 2
 
 
-def join(backend: str | None, chosen: bool) -> torch.device:
-    """A process group as a user's script makes it; with ``chosen`` the script also sets the device."""
+def join(backend: str | None, set_device: bool) -> torch.device:
+    """Initialise the process group like a user's script; ``set_device`` sets the device first."""
     local = int(os.environ["LOCAL_RANK"])
-    if chosen:
+    if set_device:
         torch.accelerator.set_device_index(local)
     dist.init_process_group(backend, timeout=timedelta(seconds=60))
     return torch.device("npu", local)
@@ -34,66 +34,68 @@ def all_verbs(
     options: Mapping[str, Any],
     config: Any = None,
     backend: str | None = None,
-    chosen: bool = False,
+    set_device: bool = False,
 ) -> list[float]:
-    """Load, compare, digest, change, save, train, save and load the state, also beside a step; the losses."""
+    """Load, compare, change, train, save, and save and load the state; return losses."""
     from transformers import AutoModelForCausalLM
 
-    device = join(backend, chosen)
-    begun = zerostart.load(
+    device = join(backend, set_device)
+    loaded = zerostart.load(
         path, engine=engine, zero_stage=stage, engine_config=config, progress=False, **options
     )
     assert torch.accelerator.current_device_index() == device.index, "the rank's device is current"
-    off = [name for name, at in places(begun) if at not in (device, torch.device("cpu"))]
-    assert not off, f"elsewhere than on {device}: {off}"
+    misplaced = [name for name, at in places(loaded) if at not in (device, torch.device("cpu"))]
+    assert not misplaced, f"not on {device}: {misplaced}"
     expected = AutoModelForCausalLM.from_pretrained(path).state_dict()
-    compare(begun, expected)
-    with zerostart.gathered(begun, "model.norm.weight", modifier_rank=0) as whole:
+    compare(loaded, expected)
+    with zerostart.gathered(loaded, "model.norm.weight", modifier_rank=0) as whole:
         if dist.get_rank() == 0:
             whole.mul_(2)
-    with zerostart.gathered(begun, "model.norm.weight") as whole:
+    with zerostart.gathered(loaded, "model.norm.weight") as whole:
         assert torch.equal(whole.cpu(), expected["model.norm.weight"] * 2)
 
-    model, optimizer = prepared(begun, engine, config)
-    own_batch = dist.get_rank() if stage else 0  # nothing averages the gradients of whole models here
+    model, optimizer = prepared(loaded, engine, config)
+    own_batch = dist.get_rank() if stage else 0  # gradients of whole models are not averaged here
     losses = [step(model, optimizer, device, own_batch) for _ in range(STEPS)]
     zerostart.save(model, folder / "saved")
     saved = zerostart.digest(model)
     whole_tensors = dict(zerostart.full_tensors(model, rank=None))
     files = AutoModelForCausalLM.from_pretrained(folder / "saved").state_dict()
-    wrong = [name for name, tensor in files.items() if not torch.equal(tensor, whole_tensors[name])]
-    assert not wrong, f"saved otherwise than it is: {wrong}"
+    differing = [name for name, tensor in files.items() if not torch.equal(tensor, whole_tensors[name])]
+    assert not differing, f"saved with other values: {differing}"
 
-    own = {} if engine == "deepspeed" else {"optimizer": optimizer}
-    zerostart.save_state(folder / "state", model, extra={"step": STEPS}, **own)
-    handle = zerostart.save_state(folder / "beside", model, extra={"step": STEPS}, wait=False, **own)
+    optimizer_option = {} if engine == "deepspeed" else {"optimizer": optimizer}
+    zerostart.save_state(folder / "state", model, extra={"step": STEPS}, **optimizer_option)
+    handle = zerostart.save_state(
+        folder / "background", model, extra={"step": STEPS}, wait=False, **optimizer_option
+    )
     after = step(model, optimizer, device, own_batch)
     handle.wait()
     assert zerostart.digest(model) != saved
-    for state in ("state", "beside"):
-        assert zerostart.load_state(folder / state, model, **own) == {"step": STEPS}
-        assert zerostart.digest(model) == saved, f"what {state} brought back"
-        assert step(model, optimizer, device, own_batch) == after, f"the step from {state} on"
+    for state in ("state", "background"):
+        assert zerostart.load_state(folder / state, model, **optimizer_option) == {"step": STEPS}
+        assert zerostart.digest(model) == saved, f"values loaded from {state}"
+        assert step(model, optimizer, device, own_batch) == after, f"the step after loading {state}"
     dist.barrier()
     dist.destroy_process_group()
     return [*losses, after]
 
 
 def places(model: nn.Module) -> list[tuple[str, torch.device]]:
-    """Where each share lies."""
+    """Return the device of each buffer and each parameter's share."""
     from zerostart.upstream.deepspeed.zero3_partitions import partition_of
 
-    found = [(name, buffer.device) for name, buffer in model.named_buffers()]
+    devices = [(name, buffer.device) for name, buffer in model.named_buffers()]
     for name, parameter in model.named_parameters():
         state = partition_of(parameter)
         local = state[0] if state else parameter
-        found.append((name, (local.to_local() if isinstance(local, DTensor) else local).device))
-    return found
+        devices.append((name, (local.to_local() if isinstance(local, DTensor) else local).device))
+    return devices
 
 
 def compare(model: nn.Module, expected: Mapping[str, torch.Tensor]) -> None:
-    """Every element is transformers' own."""
-    seen = dict(zerostart.full_tensors(model, rank=None))
-    assert seen.keys() == expected.keys()
-    wrong = [name for name, tensor in seen.items() if not torch.equal(tensor, expected[name])]
-    assert not wrong, f"changed by the load: {wrong}"
+    """Check that the gathered tensors equal ``expected``."""
+    actual = dict(zerostart.full_tensors(model, rank=None))
+    assert actual.keys() == expected.keys()
+    differing = [name for name, tensor in actual.items() if not torch.equal(tensor, expected[name])]
+    assert not differing, f"changed by the load: {differing}"

@@ -1,4 +1,4 @@
-"""The shipped conformance classes fork their ranks from the server of this suite, which has imported more."""
+"""Fork the ranks of the conformance tests from this suite's server."""
 
 import pytest
 

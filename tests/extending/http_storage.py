@@ -1,4 +1,4 @@
-"""A storage of somebody else's: one file over HTTP, by requests for ranges of it."""
+"""A storage of another package: one file over HTTP, read by ranges."""
 
 import http.client
 import threading
@@ -9,37 +9,37 @@ from urllib.parse import urlsplit
 from zerostart.checkpoint.storage import Reader, Storage, register_storage
 from zerostart.errors import CheckpointNotFoundError, ReadError
 
-SECONDS = 20
+TIMEOUT_S = 20
 
 
 class HttpReader(Reader):
-    """Each thread has a connection of its own. A file that is not what it was fails its ``If-Match``."""
+    """Reader with one connection for each thread; ``If-Match`` detects changed files."""
 
     def __init__(self, storage: "HttpFile") -> None:
         self._storage = storage
-        self._own = threading.local()
-        self._made: list[http.client.HTTPConnection] = []
+        self._thread = threading.local()
+        self._connections: list[http.client.HTTPConnection] = []
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        while self._made:
-            self._made.pop().close()
+        while self._connections:
+            self._connections.pop().close()
 
     def read(self, file: int, offset: int, buffers: Sequence[memoryview]) -> None:
         for buffer in buffers:
-            while buffer:  # a server may give less than it was asked for
-                count = self._some(file, offset, buffer)
+            while buffer:  # a server may return fewer bytes
+                count = self._read_some(file, offset, buffer)
                 offset, buffer = offset + count, buffer[count:]
 
-    def _some(self, file: int, offset: int, buffer: memoryview) -> int:
+    def _read_some(self, file: int, offset: int, buffer: memoryview) -> int:
         name = self._storage.files[file]
-        asked = {"Range": f"bytes={offset}-{offset + len(buffer) - 1}"}
+        headers = {"Range": f"bytes={offset}-{offset + len(buffer) - 1}"}
         if self._storage.identities and self._storage.identities[file] is not None:
-            asked["If-Match"] = str(self._storage.identities[file])
+            headers["If-Match"] = str(self._storage.identities[file])
         try:
             connection = self._connection(name)
-            connection.request("GET", urlsplit(name).path, headers=asked)
+            connection.request("GET", urlsplit(name).path, headers=headers)
             with connection.getresponse() as answer:
                 content = answer.read()
         except (OSError, http.client.HTTPException) as error:
@@ -52,41 +52,41 @@ class HttpReader(Reader):
         return len(content)
 
     def _connection(self, name: str) -> http.client.HTTPConnection:
-        if not hasattr(self._own, "connection"):
-            self._own.connection = http.client.HTTPConnection(urlsplit(name).netloc, timeout=SECONDS)
-            self._made.append(self._own.connection)
-        connection: http.client.HTTPConnection = self._own.connection
+        if not hasattr(self._thread, "connection"):
+            self._thread.connection = http.client.HTTPConnection(urlsplit(name).netloc, timeout=TIMEOUT_S)
+            self._connections.append(self._thread.connection)
+        connection: http.client.HTTPConnection = self._thread.connection
         return connection
 
 
 @register_storage
 class HttpFile(Storage):
-    """What tells a file from another is the server's ETag."""
+    """Storage that identifies a file by the server's ETag."""
 
-    schemes = ("web",)  #: not http: zerostart has a storage for that itself
+    schemes = ("web",)  #: zerostart itself has a storage for http
 
     @classmethod
     def at(cls, source: str) -> "HttpFile":
-        found = _asked(source)
-        if found is None:
+        head = _request_head(source)
+        if head is None:
             raise CheckpointNotFoundError(f"{source}: the server has no such file")
-        size, tag = found
+        size, tag = head
         return cls((source,), (size,), (tag,))
 
     def reader(self, *, cold: bool = False, direct: bool = False) -> HttpReader:
         return HttpReader(self)
 
     def identity(self, file: int) -> Hashable:
-        found = _asked(self.files[file])
-        return None if found is None else found[1]
+        head = _request_head(self.files[file])
+        return None if head is None else head[1]
 
 
-def _asked(name: str) -> tuple[int, str] | None:
-    """Length and ETag of a file; None if there is none."""
-    place = urlsplit(name)
-    connection = http.client.HTTPConnection(place.netloc, timeout=SECONDS)
+def _request_head(name: str) -> tuple[int, str] | None:
+    """Return length and ETag of a file, None if it does not exist."""
+    url = urlsplit(name)
+    connection = http.client.HTTPConnection(url.netloc, timeout=TIMEOUT_S)
     try:
-        connection.request("HEAD", place.path)
+        connection.request("HEAD", url.path)
         answer = connection.getresponse()
         answer.read()
     except (OSError, http.client.HTTPException) as error:

@@ -1,4 +1,4 @@
-"""An engine of somebody else's: each rank holds a block of rows, as a plain parameter. Nothing trains it."""
+"""An engine of another package that shards rows, and cannot train."""
 
 import functools
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from zerostart.geometry.layout import Layout, Parallelism, dimension_shard
 
 @register_engine
 class Rows(Engine):
-    """Rows of every parameter, shared out."""
+    """Engine that shards every parameter by rows."""
 
     name = "rows"
 
@@ -32,20 +32,22 @@ class Rows(Engine):
         return RowMaker(world.rank, placements)
 
     def shards_of(self, model: nn.Module, parallelism: Parallelism, rank: int) -> dict[str, Shard]:
-        found = {}
+        shards = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
-            at = functools.partial(
+            layout_at = functools.partial(
                 dimension_shard,
                 parameter.whole,
                 0,
                 world_size=self.mesh.world_size,  # type: ignore[attr-defined]
             )
-            found[name] = Shard(parameter.known_as, at(rank), parameter.detach().view(-1), at)  # type: ignore[attr-defined]
-        return found
+            shards[name] = Shard(
+                parameter.original_name, layout_at(rank), parameter.detach().view(-1), layout_at
+            )  # type: ignore[attr-defined]
+        return shards
 
 
 class RowMaker:
-    """Puts the rank's rows in the place of each parameter."""
+    """Replaces each parameter by the rank's rows."""
 
     device = torch.device("cpu")
 
@@ -56,19 +58,19 @@ class RowMaker:
         return None
 
     def shard(self, model: nn.Module, names: Sequence[str]) -> list[Shard]:
-        made, new = [], {}
+        shards, new_parameters = [], {}
         for name, old in model.named_parameters():
             layout = self._placements.layout(name, self._rank)
             rows = nn.Parameter(torch.empty(layout.numel, dtype=old.dtype))
-            rows.whole, rows.known_as = tuple(old.shape), name  # type: ignore[attr-defined]
-            at = functools.partial(self._placements.layout, name)
-            made.append(Shard(name, layout, rows.data, at))
-            new[id(old)] = rows
+            rows.whole, rows.original_name = tuple(old.shape), name  # type: ignore[attr-defined]
+            layout_at = functools.partial(self._placements.layout, name)
+            shards.append(Shard(name, layout, rows.data, layout_at))
+            new_parameters[id(old)] = rows
         for module in model.modules():
             for leaf, old in module._parameters.items():
                 if old is not None:
-                    module._parameters[leaf] = new[id(old)]
-        return made
+                    module._parameters[leaf] = new_parameters[id(old)]
+        return shards
 
     def finish(self, model: nn.Module) -> int:
         return 0

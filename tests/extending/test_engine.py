@@ -1,4 +1,4 @@
-"""An engine that zerostart does not know, and its own two, pass what engines have to pass."""
+"""Run the conformance tests on an engine of another package, and on zerostart's."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ import tests.extending.rows  # noqa: F401  # registers itself
 from zerostart.testing import EngineConformance
 
 
-def trained_by_deepspeed(model: nn.Module, stage: int) -> tuple[Any, None, Any]:
+def train_by_deepspeed(model: nn.Module, stage: int) -> tuple[Any, None, Any]:
     import deepspeed
 
     config = {
@@ -37,7 +37,7 @@ class TestRows(EngineConformance):
 @pytest.mark.slow
 class TestDeepSpeed(EngineConformance):
     engine = "deepspeed"
-    training = staticmethod(trained_by_deepspeed)
+    training = staticmethod(train_by_deepspeed)
     stages = (0, 1, 2, 3)
 
 

@@ -1,4 +1,4 @@
-"""A format that zerostart does not know passes what formats have to pass; so does its own."""
+"""Run the conformance tests on a format of another package, and on DCP."""
 
 from __future__ import annotations
 
@@ -18,36 +18,32 @@ from zerostart.testing import FormatConformance
 
 
 class TestColumns(FormatConformance):
-    """The toy format."""
-
     format = "columns"
     imports = ("tests.extending.toy_format",)
 
     def write(self, tensors: Mapping[str, torch.Tensor], path: Path) -> None:
-        """As its own module does."""
         toy_format.write(tensors, path)
 
 
 class TestTorchDistributed(FormatConformance):
-    """A format of zerostart's own, whose tensors lie in the shares of ranks."""
+    """Run on DCP, whose files hold the shares of ranks."""
 
     format = "dcp"
 
     def write(self, tensors: Mapping[str, torch.Tensor], path: Path) -> None:
-        """One rank's share, which is all of it."""
         import torch.distributed.checkpoint as dcp
 
         dcp.save(dict(tensors), checkpoint_id=str(path), no_dist=True)
 
 
-def test_the_order_in_which_formats_are_asked() -> None:
-    """Others' formats, then what zerostart wrote, pipelines, shares of ranks, and last files of weights."""
+def test_order_of_formats() -> None:
+    """Other packages' formats precede zerostart's own."""
     own = ["state", "pipeline", "dcp", "universal", "zero", "weights"]
     assert [format_.name for format_ in formats()] == ["columns", *own]
 
 
-def test_weights_go_before_shares_of_ranks(tmp_path: Path) -> None:
-    """A directory that a training run left, into which somebody has exported the model since."""
+def test_weights_take_precedence_over_shares_of_ranks(tmp_path: Path) -> None:
+    """Use a model that was exported into the directory of a training run."""
     (tmp_path / ".metadata").write_bytes(b"")
     assert isinstance(format_of(tmp_path), TorchDistributed)
     save_file({"weight": torch.ones(2)}, tmp_path / "model.safetensors")
@@ -55,7 +51,7 @@ def test_weights_go_before_shares_of_ranks(tmp_path: Path) -> None:
 
 
 def test_names_are_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twice the same class is once; another class of that name is refused, and so are our own names."""
+    """Accept the same class again, and refuse another class with its name."""
     monkeypatch.setattr(base, "_registered", dict(base._registered))
     assert register_format(toy_format.Columns) is toy_format.Columns
     for name in ("columns", "weights"):
@@ -65,14 +61,14 @@ def test_names_are_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_installed_formats_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the entry points of other packages; one that cannot be imported is named."""
-    points = [EntryPoint("columns", "tests.extending.toy_format:Columns", base.GROUP)]
+    """Read entry points, and name one that cannot be imported."""
+    entries = [EntryPoint("columns", "tests.extending.toy_format:Columns", base.GROUP)]
     monkeypatch.setattr(base, "_registered", dict[str, Format]())
-    monkeypatch.setattr(base, "entry_points", lambda **_: points)
+    monkeypatch.setattr(base, "entry_points", lambda **_: entries)
     try:
         base._installed.cache_clear()
         assert formats()[0].name == "columns"
-        points[:] = [EntryPoint("broken", "nowhere_at_all:Format", base.GROUP)]
+        entries[:] = [EntryPoint("broken", "nowhere_at_all:Format", base.GROUP)]
         base._installed.cache_clear()
         with pytest.raises(errors.ConfigError, match=r"the format broken .* cannot be imported"):
             formats()

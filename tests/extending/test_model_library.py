@@ -1,4 +1,4 @@
-"""A library of models that zerostart does not know, and its own, pass what such libraries have to pass."""
+"""Run the conformance tests on a model library of another package, and on transformers."""
 
 from pathlib import Path
 from typing import Any

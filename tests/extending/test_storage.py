@@ -1,4 +1,4 @@
-"""A storage that zerostart does not know passes what storages have to pass."""
+"""Run the conformance tests on a storage of another package, and on local files."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -24,12 +24,12 @@ from zerostart.testing import StorageConformance
 
 
 class Ranges(BaseHTTPRequestHandler):
-    """Ranges of a folder's files, with an ETag from size and time."""
+    """Serves ranges of a folder's files, with an ETag from size and time."""
 
     protocol_version = "HTTP/1.1"
     folder: Path
 
-    def _file(self) -> tuple[bytes, str] | None:
+    def _read_file(self) -> tuple[bytes, str] | None:
         path = self.folder / self.path.lstrip("/")
         if not path.is_file():
             self._answer(404, b"", {})
@@ -46,13 +46,13 @@ class Ranges(BaseHTTPRequestHandler):
             self.wfile.write(content)
 
     def do_HEAD(self) -> None:
-        if (found := self._file()) is not None:
-            self._answer(200, b"", {"Content-Length": len(found[0]), "ETag": found[1]})
+        if (file := self._read_file()) is not None:
+            self._answer(200, b"", {"Content-Length": len(file[0]), "ETag": file[1]})
 
     def do_GET(self) -> None:
-        if (found := self._file()) is None:
+        if (file := self._read_file()) is None:
             return
-        content, tag = found
+        content, tag = file
         if self.headers.get("If-Match", tag) != tag:
             self._answer(412, b"", {})
             return
@@ -67,13 +67,13 @@ class Ranges(BaseHTTPRequestHandler):
 @contextmanager
 def server(folder: Path) -> Iterator[Callable[[str], str]]:
     handler = type("Handler", (Ranges,), {"folder": folder})
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as made:
-        thread = threading.Thread(target=made.serve_forever, args=(0.05,), daemon=True)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as http_server:
+        thread = threading.Thread(target=http_server.serve_forever, args=(0.05,), daemon=True)
         thread.start()
         try:
-            yield lambda name: f"web://127.0.0.1:{made.server_port}/{name}"
+            yield lambda name: f"web://127.0.0.1:{http_server.server_port}/{name}"
         finally:
-            made.shutdown()
+            http_server.shutdown()
             thread.join()
 
 
@@ -98,7 +98,7 @@ def test_a_torch_file_is_read_from_any_storage(tmp_path: Path) -> None:
         assert open_catalog(url("model.pt")).tensors == open_catalog(tmp_path / "model.pt").tensors
 
 
-def test_schemes_that_nobody_has_registered() -> None:
+def test_unknown_and_duplicate_schemes_are_refused() -> None:
     with pytest.raises(errors.ConfigError, match=r"s9://bucket/x: nothing reads s9://"):
         open_catalog("s9://bucket/x")
 
@@ -110,7 +110,7 @@ def test_schemes_that_nobody_has_registered() -> None:
     assert register_storage(HttpFile) is HttpFile
 
 
-def test_a_storage_has_schemes_and_says_what_lies_at_a_url() -> None:
+def test_a_storage_needs_schemes_and_a_method_at() -> None:
     with pytest.raises(errors.ConfigError, match="HttpFile has no URL schemes"):
         register_storage(type("HttpFile", (HttpFile,), {"schemes": ()}))
 
@@ -131,25 +131,25 @@ def test_a_storage_has_schemes_and_says_what_lies_at_a_url() -> None:
         ("zerostart.model_libraries", register_model_library, Plain),
     ],
 )
-def test_what_another_package_has_installed_is_there(
+def test_an_installed_package_owns_its_names(
     group: str, register: Any, base: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its class is not loaded for that; a package may register what it has installed."""
+    """Only the package of an entry point may register its name."""
     info = tmp_path / "theirs-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(f"[{group}]\nTaken = theirs.absent:Absent\ntaken = theirs:It\n")
     monkeypatch.syspath_prepend(tmp_path)
-    known = [storages, engines, libraries]
-    for registry in known:
+    registries = [storages, engines, libraries]
+    for registry in registries:
         registry._installed.cache_clear()
         monkeypatch.setattr(registry, "_registered", dict(registry._registered))
     try:
-        mine = type("Mine", (base,), {"name": "taken", "schemes": ("TAKEN",)})
+        kind = type("Mine", (base,), {"name": "taken", "schemes": ("TAKEN",)})
         with pytest.raises(errors.ConfigError, match="is already registered"):
-            register(mine)
-        mine.__module__ = "theirs.parts"
-        assert register(mine) is mine
+            register(kind)
+        kind.__module__ = "theirs.parts"
+        assert register(kind) is kind
     finally:
-        for registry in known:
+        for registry in registries:
             registry._installed.cache_clear()

@@ -1,4 +1,4 @@
-"""A format of somebody else's: a table in JSON, and one file of bytes, column after column."""
+"""A format of another package: a JSON table, and a file in column order."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ TABLE, BYTES = "columns.json", "columns.bin"
 
 @register_format
 class Columns(Format):
-    """Tensors are stored with their last dimension first, so that each has strides in the file."""
+    """Format that stores each tensor's last dimension first, so that reads need strides."""
 
     name = "columns"
 
     def recognises(self, path: Path) -> bool:
-        """By the table."""
+        """Look for the table."""
         return (path / TABLE).is_file()
 
     def describe(self, path: Path, classes: Collection[str]) -> Catalog:
-        """What the table says, held against the length of the file."""
+        """Read the table, and compare it with the length of the file."""
         file = path / BYTES
         if (state := FileState.at(str(file))) is None:
-            raise CheckpointNotFoundError(f"{file}: the table beside it names it, and it is not there")
+            raise CheckpointNotFoundError(f"{file}: {TABLE} names this file, but it does not exist")
         tensors, offset = {}, 0
         for name, (dtype, shape, nbytes) in json.loads((path / TABLE).read_text()).items():
             strides = [1] * len(shape)
@@ -41,16 +41,16 @@ class Columns(Format):
             tensors[name] = TensorEntry(name, dtype, tuple(shape), 0, offset, nbytes, tuple(strides))
             offset += nbytes
         if offset != state.size:
-            raise CheckpointError(f"{file}: has {state.size} bytes, and the table beside it needs {offset}")
+            raise CheckpointError(f"{file}: has {state.size} bytes, but {TABLE} needs {offset}")
         return Catalog(str(path), LocalFiles.known([str(file)], [state]), tensors)
 
 
 def write(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
-    """Save tensors as ``Columns`` reads them."""
+    """Save tensors in the format ``Columns``."""
     table, columns = {}, bytearray()
     for name, tensor in tensors.items():
-        turned = tensor.permute(list(reversed(range(tensor.dim())))).contiguous()
-        data = turned.flatten().view(torch.uint8).numpy().tobytes()
+        transposed = tensor.permute(list(reversed(range(tensor.dim())))).contiguous()
+        data = transposed.flatten().view(torch.uint8).numpy().tobytes()
         table[name] = [spelling(tensor.dtype, name), list(tensor.shape), len(data)]
         columns += data
     (path / TABLE).write_text(json.dumps(table))

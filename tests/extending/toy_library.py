@@ -1,4 +1,4 @@
-"""A library of models of somebody else's: its own base class, configuration file, names and layout."""
+"""A model library of another package, with its own class, configuration, names and layout."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -25,7 +25,7 @@ CONFIG = "toy.json"
 
 
 class ToyModel(nn.Module):
-    """Layers whose weights the file has the other way round, and a head that is the embedding."""
+    """Layers whose weights the file has transposed, and a tied head."""
 
     def __init__(self, words: int, width: int, layers: int) -> None:
         super().__init__()
@@ -37,24 +37,24 @@ class ToyModel(nn.Module):
         self.register_buffer("angles", torch.arange(width) / width, persistent=False)
 
     def tie(self) -> None:
-        """One parameter for the embedding and the head."""
+        """Use one parameter for the embedding and the head."""
         self.head.weight = self.embed.weight
 
     def initialise(self) -> None:
-        """Draw what has not come from a file."""
+        """Initialise the parameters that were not read from a file."""
         for parameter in self.parameters():
             if not getattr(parameter, "from_file", False):
                 nn.init.normal_(parameter, std=0.02)
 
     def save(self, root: Path) -> None:
-        """As the library writes it."""
+        """Save the model in the library's format."""
         (root / CONFIG).write_text(json.dumps(self.config))
         tensors = {name: t for name, t in self.state_dict().items() if name != "head.weight"}
         save_file(to_file(tensors), root / "toy.safetensors")
 
     @classmethod
     def read(cls, root: str, dtype: torch.dtype | None = None) -> "ToyModel":
-        """As the library loads it."""
+        """Load a model with the library's own code."""
         with torch.device("meta"):
             model = cls(**json.loads(Path(root, CONFIG).read_text()))
         model.to_empty(device="cpu")
@@ -70,34 +70,34 @@ class ToyModel(nn.Module):
 
 
 def from_file(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """From the file's names and layout to the module's."""
-    made = {}
+    """Convert the file's names and layout to the module's."""
+    converted = {}
     for name, tensor in state.items():
         if name == "words":
-            made["embed.weight"] = tensor
+            converted["embed.weight"] = tensor
         else:
             _, number, kind = name.split("/")
-            own = f"layers.{number}." + {"w": "weight", "b": "bias"}[kind]
-            made[own] = tensor.t() if kind == "w" else tensor
-    return made
+            full_name = f"layers.{number}." + {"w": "weight", "b": "bias"}[kind]
+            converted[full_name] = tensor.t() if kind == "w" else tensor
+    return converted
 
 
 def to_file(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """From the module's names and layout to the file's."""
-    made = {}
+    """Convert the module's names and layout to the file's."""
+    converted = {}
     for name, tensor in state.items():
         if name == "embed.weight":
-            made["words"] = tensor
+            converted["words"] = tensor
         else:
             _, number, kind = name.split(".")
             weight = kind == "weight"
-            made[f"block/{number}/{kind[0]}"] = tensor.t().contiguous() if weight else tensor
-    return made
+            converted[f"block/{number}/{kind[0]}"] = tensor.t().contiguous() if weight else tensor
+    return converted
 
 
 @register_model_library
 class Toy(ModelLibrary):
-    """The library, as zerostart is to know it."""
+    """Registration of the toy library with zerostart."""
 
     name = "toy"
 
@@ -110,8 +110,8 @@ class Toy(ModelLibrary):
     def construction(self, kind: type[nn.Module] | None, stored: Stored) -> Construction:
         config = json.loads(Path(stored.root or "", CONFIG).read_text())
         dtype = stored.asked or stored.first or torch.float32
-        made: Callable[..., nn.Module] = kind or ToyModel
-        return Construction("ToyModel", lambda: made(**config), torch.float32, dtype)
+        build: Callable[..., nn.Module] = kind or ToyModel
+        return Construction("ToyModel", lambda: build(**config), torch.float32, dtype)
 
     def converter(self, model: nn.Module) -> Converter | None:
         return from_file

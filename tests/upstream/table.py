@@ -1,4 +1,4 @@
-"""The page of what is used of other libraries: ``python -m tests.upstream.table`` writes it again."""
+"""Write the page of used private parts again: ``python -m tests.upstream.table``."""
 
 from pathlib import Path
 

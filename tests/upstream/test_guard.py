@@ -1,4 +1,4 @@
-"""Fails when upstream moves: every declared use is checked against the installed libraries."""
+"""Check every declared use against the installed libraries."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,11 +13,11 @@ from zerostart.upstream.guard import Use, declared_uses, demand, misfit
 from zerostart.upstream.versions import DIFFSYNTH, LIBRARIES, SGLANG, TORCH, TRL, VLLM
 
 ROOT = Path(__file__).parents[2]
-#: Not in the extra ``dev``; where they are, tests/diffusion and tests/serving look at them.
+#: Not in the extra ``dev``; tests/diffusion and tests/serving check them if they are installed.
 OPTIONAL = (DIFFSYNTH, VLLM, TRL, SGLANG)
 
 
-def test_the_installed_libraries_are_as_declared() -> None:
+def test_the_installed_libraries_have_the_declared_names() -> None:
     import_deepspeed()
     uses = [use for use in declared_uses() if use.library not in OPTIONAL]
     assert len(uses) > 50
@@ -31,7 +31,7 @@ def pins(path: Path) -> dict[str, str]:
 
 
 def test_each_known_torch_has_its_constraints() -> None:
-    """With versions that are known, and for the torch that is used here those that are used here."""
+    """Check that pinned versions are known, and those of the torch in use."""
     minors = [f"{TORCH.first[0]}.{minor}" for minor in range(TORCH.first[1], TORCH.before[1])]
     files = {path.stem.removeprefix("torch-"): pins(path) for path in ROOT.glob("constraints/torch-*.txt")}
     assert sorted(files) == minors
@@ -40,8 +40,8 @@ def test_each_known_torch_has_its_constraints() -> None:
         assert pinned["torch"].startswith(f"{minor}.")
         for library in LIBRARIES:
             assert library in OPTIONAL or library.knows(pinned[library.name]), (minor, library)
-    same = files[ours["torch"].rpartition(".")[0]]
-    assert {name: same[name] for name in ours if name in same} == {n: v for n, v in ours.items() if n in same}
+    used = files[ours["torch"].rpartition(".")[0]]
+    assert {name: used[name] for name in ours if name in used} == {n: v for n, v in ours.items() if n in used}
 
 
 def test_the_documentation_is_up_to_date() -> None:
@@ -51,46 +51,46 @@ def test_the_documentation_is_up_to_date() -> None:
 class Sample:
     """A class to check names, parameters and source on."""
 
-    named = 1
+    attribute = 1
 
     def __init__(self) -> None:
-        self.made = SimpleNamespace()
+        self.nested = SimpleNamespace()
 
     def call(self, first: int, second: int = 2, *, third: int = 3) -> int:
         return  first + second  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("names", "source", "wrong"),
+    ("names", "source", "message"),
     [
-        ("named, call(first), .made", (), ""),
+        ("attribute, call(first), .nested", (), ""),
         ("call(first, second, *, third)", (), ""),
-        ("made", (), "Sample misses made"),
+        ("nested", (), "Sample misses nested"),
         (".other", (), "Sample misses other"),
         ("call(second)", (), "it takes (first, second, third), not (second, ...)"),
         ("call(*, fourth)", (), "it takes no fourth"),
-        ("named", ("call: return first + second",), ""),
-        ("named", ("call: return second",), "`return second` is missing"),
+        ("attribute", ("call: return first + second",), ""),
+        ("attribute", ("call: return second",), "`return second` is missing"),
         ("torch.nn:Linear.forward(input), torch.nn:Linear(in_features)", (), ""),
         ("torch.nn:Linear.forward(output)", (), "it takes (input), not (output, ...)"),
     ],
 )
-def test_uses(names: str, source: tuple[str, ...], wrong: str) -> None:
-    found = Use(f"{__name__}:Sample", names, "a test", source).misfit()
-    assert found.endswith(wrong)
-    assert bool(found) == bool(wrong)
+def test_misfits(names: str, source: tuple[str, ...], message: str) -> None:
+    misfit_text = Use(f"{__name__}:Sample", names, "a test", source).misfit()
+    assert misfit_text.endswith(message)
+    assert bool(misfit_text) == bool(message)
 
 
 def test_a_misfit_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    fitting, lacking = Use("torch:nn", "Linear", "a test"), Use("torch:nn", "Cubic", "a test")
+    fitting, misfitting = Use("torch:nn", "Linear", "a test"), Use("torch:nn", "Cubic", "a test")
     with pytest.raises(
         UnsupportedVersionError, match=r"misses Cubic \(a test\)\. This is torch 2\..*pip install .*\. Try it"
     ):
-        demand((lacking,), "Try it")
+        demand((misfitting,), "Try it")
     monkeypatch.setattr(torch, "__version__", "2.20.0")
     assert misfit((fitting,)) == ""
     monkeypatch.setattr(torch, "__version__", "2.10.1")
     assert misfit((fitting,)).startswith("torch 2.10.1 is installed. This is torch 2.10.1; install a known")
-    # A build without a number: the names decide.
+    # A build without a number is judged by its names.
     monkeypatch.setattr(torch, "__version__", "main-a1b2")
     assert misfit((fitting,)) == ""

@@ -1,4 +1,4 @@
-"""What is replaced of other libraries is put back: after a load, an engine, a block, and after errors."""
+"""Patches of other libraries are removed after loads, engines, blocks and errors."""
 
 import gc
 import sys
@@ -19,93 +19,93 @@ from zerostart.upstream.guard import Use, declared_uses, resolve
 from zerostart.upstream.patches import RefCountedPatches, active, fits, patch
 
 
-class Something:
+class Target:
     name = "class"
 
     def call(self, *_: Any) -> str:
         return "called"
 
 
-def listed() -> list[str]:
-    """What these tests replace, of all that is in place: a model of another test may still live here."""
-    return [name for name in active() if name.startswith("Something.") or name.endswith("Namespace.name")]
+def own_patches() -> list[str]:
+    """List the active patches of these tests, without those of other tests' models."""
+    return [name for name in active() if name.startswith("Target.") or name.endswith("Namespace.name")]
 
 
-def test_what_was_there_comes_back() -> None:
+def test_attributes_are_restored() -> None:
     module = SimpleNamespace(name="module")
-    thing = Something()
+    thing = Target()
     with patch(module, "name", "ours"), patch(thing, "name", "ours"):
         assert (module.name, thing.name) == ("ours", "ours")
-        assert sorted(listed()) == ["SimpleNamespace.name", "Something.name"]
+        assert sorted(own_patches()) == ["SimpleNamespace.name", "Target.name"]
     assert (module.name, thing.name, vars(thing)) == ("module", "class", {})
-    with pytest.raises(KeyError), patch(Something, "name", "ours"):
+    with pytest.raises(KeyError), patch(Target, "name", "ours"):
         raise KeyError
-    assert Something.name == "class"
-    assert listed() == []
+    assert Target.name == "class"
+    assert own_patches() == []
 
 
-def test_held_while_one_of_the_holders_lives() -> None:
-    def put(stack: ExitStack) -> None:
-        stack.enter_context(patch(Something, "name", "ours"))
+def test_patches_last_as_long_as_an_owner() -> None:
+    def add_patch(stack: ExitStack) -> None:
+        stack.enter_context(patch(Target, "name", "ours"))
 
-    held = RefCountedPatches(put)
-    one, two = Something(), Something()
-    held.hold(one)
-    held.hold(two)
-    held.open()
-    del one
-    held.close()
-    assert (Something.name, listed()) == ("ours", ["Something.name"])
-    del two
-    assert (Something.name, listed()) == ("class", [])
-    held.open()
-    assert Something.name == "ours"
-    held.close()
-    assert Something.name == "class"
+    counted = RefCountedPatches(add_patch)
+    first, second = Target(), Target()
+    counted.hold(first)
+    counted.hold(second)
+    counted.open()
+    del first
+    counted.close()
+    assert (Target.name, own_patches()) == ("ours", ["Target.name"])
+    del second
+    assert (Target.name, own_patches()) == ("class", [])
+    counted.open()
+    assert Target.name == "ours"
+    counted.close()
+    assert Target.name == "class"
 
 
-def test_what_cannot_be_put_leaves_nothing() -> None:
-    def put(stack: ExitStack) -> None:
-        stack.enter_context(patch(Something, "name", "ours"))
+def test_a_failed_patch_leaves_nothing() -> None:
+    def add_patch(stack: ExitStack) -> None:
+        stack.enter_context(patch(Target, "name", "ours"))
         raise OSError("no room")
 
-    held = RefCountedPatches(put)
+    counted = RefCountedPatches(add_patch)
     for _ in range(2):
         with pytest.raises(OSError, match="no room"):
-            held.open()
-        assert (Something.name, listed()) == ("class", [])
+            counted.open()
+        assert (Target.name, own_patches()) == ("class", [])
 
 
-def test_calls_that_do_not_fit_are_refused_for_loaded_models_alone(
+def test_misfitting_calls_are_refused_only_for_loaded_models(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(sys.modules, "torch.made_up", SimpleNamespace(Something=Something))  # type: ignore[arg-type]
-    use = Use("torch.made_up:Something", "call, .absent", "a test")
+    monkeypatch.setitem(sys.modules, "torch.made_up", SimpleNamespace(Target=Target))  # type: ignore[arg-type]
+    use = Use("torch.made_up:Target", "call, .absent", "a test")
 
-    def put(stack: ExitStack) -> None:
-        assert not fits(stack, held, (use,), "Do otherwise")
+    def add_patch(stack: ExitStack) -> None:
+        assert not fits(stack, counted, (use,), "Do otherwise")
 
-    held = RefCountedPatches(put)
-    ours, others = torch.nn.Sequential(torch.nn.Linear(1, 1)), torch.nn.Linear(1, 1)
-    held.hold(ours)
-    pipeline, tokenizer = Something(), Something()
-    vars(pipeline)["transformer"] = ours[0]
-    for owner, given in ((pipeline, others), (tokenizer, ours), (tokenizer, ours[0])):
+    counted = RefCountedPatches(add_patch)
+    loaded, foreign = torch.nn.Sequential(torch.nn.Linear(1, 1)), torch.nn.Linear(1, 1)
+    counted.hold(loaded)
+    pipeline, tokenizer = Target(), Target()
+    vars(pipeline)["transformer"] = loaded[0]
+    for owner, argument in ((pipeline, foreign), (tokenizer, loaded), (tokenizer, loaded[0])):
         with pytest.raises(UnsupportedVersionError, match=r"misses absent .*Do otherwise"):
-            owner.call(given)
-    assert tokenizer.call() == tokenizer.call(others) == "called"
+            owner.call(argument)
+    assert tokenizer.call() == tokenizer.call(foreign) == "called"
     vars(pipeline).clear()
-    del ours, given
+    del loaded, argument
     assert pipeline.call() == "called"
 
 
 def originals() -> dict[tuple[str, str], Any]:
-    """What is now at every place where something may be replaced."""
+    """Return the current value of every attribute that may be patched."""
     return {
         (use.owner, name): value
         for use in declared_uses()
         if use.library.installed() and not use.owner.startswith("torch:_C")
-        # Given back at the next torch function of a DTensor.
+        # Restored at the next torch function of a DTensor.
         if use.owner != "torch.distributed.tensor:DTensor"
         for name in use.functions
         if callable(value := vars(resolve(use.owner)).get(name))
@@ -124,8 +124,8 @@ def engine_of(model: Any, stage: int) -> Any:
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
 
 
-def through_an_engine(path: Path, stage: int) -> tuple[int, list[str], bool]:
-    """Return what is replaced after the start, what is when the engine is gone, and if all is as before."""
+def run_engine(path: Path, stage: int) -> tuple[int, list[str], bool]:
+    """Return the patches during and after an engine, and True if all are removed."""
     from zerostart.upstream.deepspeed.zero3_partitions import import_deepspeed
 
     import_deepspeed()
@@ -138,57 +138,57 @@ def through_an_engine(path: Path, stage: int) -> tuple[int, list[str], bool]:
     if stage == 3:
         from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 
-        FWD_MODULE_STACK.clear()  # DeepSpeed keeps the last ZeRO-3 model alive there.
+        FWD_MODULE_STACK.clear()  # DeepSpeed keeps the last ZeRO-3 model here
     gc.collect()
     return count, active(), originals() == before
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
-def test_nothing_is_left_of_a_model_and_its_engine(stage: int, checkpoints: TinyCheckpoints) -> None:
+def test_no_patch_outlives_a_model_and_its_engine(stage: int, checkpoints: TinyCheckpoints) -> None:
     path = checkpoints("qwen3", torch.bfloat16)
-    ((count, gone, same),) = run_ranks(through_an_engine, 1, path, stage)
+    ((count, remaining, restored),) = run_ranks(run_engine, 1, path, stage)
     assert count > 3
-    assert list(gone) == []
-    assert same
+    assert list(remaining) == []
+    assert restored
 
 
-def through_a_block(path: Path) -> tuple[list[int], bool, int]:
-    """Return how much is replaced inside ``enabled``, after it with a model, without, and after an error."""
+def run_block(path: Path) -> tuple[list[int], bool, int]:
+    """Count patches in ``enabled``, and after it with and without a model."""
     from transformers import AutoModelForCausalLM
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-    get_checkpoint_conversion_mapping("qwen3")  # transformers makes its own table once, and keeps it
-    waiting = len(sys.meta_path)
+    get_checkpoint_conversion_mapping("qwen3")  # cached by transformers
+    import_hooks = len(sys.meta_path)
     before = originals()
     with zerostart.enabled(engine="fsdp2"):
-        found = [len(active())]
+        counts = [len(active())]
         model = AutoModelForCausalLM.from_pretrained(path)
-    found.append(len(active()))
+    counts.append(len(active()))
     del model
     gc.collect()
-    found.append(len(active()))
+    counts.append(len(active()))
     with pytest.raises(KeyError), zerostart.enabled():
         raise KeyError
-    found.append(len(active()))
-    return found, originals() == before, len(sys.meta_path) - waiting
+    counts.append(len(active()))
+    return counts, originals() == before, len(sys.meta_path) - import_hooks
 
 
 @pytest.mark.slow
-def test_nothing_is_left_of_a_block(checkpoints: TinyCheckpoints) -> None:
+def test_no_patch_outlives_a_block(checkpoints: TinyCheckpoints) -> None:
     path = checkpoints("qwen3", torch.bfloat16)
-    ((found, same, waiting),) = run_ranks(through_a_block, 1, path)
-    inside, kept, gone, failed = found
+    ((counts, restored, import_hooks),) = run_ranks(run_block, 1, path)
+    inside, with_model, without_model, after_error = counts
     assert inside > 0
-    assert kept > 0
-    assert gone == failed == waiting == 0
-    assert same
+    assert with_model > 0
+    assert without_model == after_error == import_hooks == 0
+    assert restored
 
 
-# Which gradients a step has taken is known of models of ours, as long as they live, and of no others.
+# Optimizer steps mark the gradients of loaded models only.
 
 
-def stepped(model: nn.Module) -> torch.optim.Optimizer:
+def run_step(model: nn.Module) -> torch.optim.Optimizer:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -200,16 +200,16 @@ def marks(model: nn.Module) -> set[str]:
     return {name for p in model.parameters() for name in vars(p.grad if p.grad is not None else p)}
 
 
-def test_steps_of_others_are_not_looked_at() -> None:
-    loaded, other = (
+def test_gradients_of_other_models_get_no_marks() -> None:
+    loaded, foreign = (
         zerostart.load(None, model=nn.Linear(2, 2), engine="fsdp2", progress=False),
         nn.Linear(2, 2),
     )
     with zerostart.enabled():
-        stepped(loaded)
-        stepped(other)
+        run_step(loaded)
+        run_step(foreign)
         assert marks(loaded)
-        assert not marks(other)
+        assert not marks(foreign)
     later = nn.Linear(2, 2)
-    stepped(later)
+    run_step(later)
     assert not marks(later)

@@ -1,4 +1,4 @@
-"""Fails when upstream moves: what ``zerostart.upstream`` uses is there, and means what we think."""
+"""Check the private parts of other libraries that ``zerostart.upstream`` uses."""
 
 import sys
 from typing import Any
@@ -18,10 +18,10 @@ from zerostart.upstream.transformers import loading
 from zerostart.upstream.transformers.models import without_weights
 
 
-def test_an_unknown_start_of_the_zero3_optimizer_is_left_alone(
+def test_a_changed_start_of_the_zero3_optimizer_is_not_replaced(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Known as installed; where a method has another source, one warning, and DeepSpeed's own way."""
+    """Warn once about a method with another source, and use DeepSpeed's start."""
     assert start.is_known()
     monkeypatch.setattr(ds3.require_stage3(), "initialize_optimizer_states", lambda self: None)
     start.is_known.cache_clear()
@@ -40,11 +40,10 @@ def test_unknown_versions_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -
         ac.require()
     ac.require.cache_clear()
 
-    def moved(model: Any, files: Any) -> None:
-        """With other arguments."""
+    def changed(model: Any, files: Any) -> None: ...
 
     loading.require.cache_clear()
-    monkeypatch.setattr(transformers.PreTrainedModel, "_load_pretrained_model", moved)
+    monkeypatch.setattr(transformers.PreTrainedModel, "_load_pretrained_model", changed)
     with pytest.raises(
         UnsupportedVersionError,
         match=r"it takes \(model, files\), not \(model, state_dict, .*use zerostart.load",
@@ -57,18 +56,18 @@ TABLE = single_file_model.SINGLE_FILE_LOADABLE_CLASSES
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_the_converter_is_the_one_that_diffusers_takes(name: str) -> None:
-    """diffusers finds the entry of a class by importing all of the table; we go by names."""
+def test_the_converter_is_diffusers_choice(name: str) -> None:
+    """zerostart finds an entry by name, diffusers by importing the whole table."""
     kind = getattr(diffusers, name, None)
-    if kind is None:  # StableCascadeUNet: an entry for a class of another name
+    if kind is None:  # StableCascadeUNet: the class has another name
         pytest.skip(f"diffusers has no class {name}")
-    theirs = TABLE[single_file_model._get_single_file_loadable_mapping_class(kind)]
-    assert df.original_layout(kind)[0] is theirs["checkpoint_mapping_fn"]
-    assert df.original_layout(type("Mine", (kind,), {}))[0] is theirs["checkpoint_mapping_fn"]
+    expected = TABLE[single_file_model._get_single_file_loadable_mapping_class(kind)]
+    assert df.original_layout(kind)[0] is expected["checkpoint_mapping_fn"]
+    assert df.original_layout(type("Mine", (kind,), {}))[0] is expected["checkpoint_mapping_fn"]
 
 
 def test_a_model_inside_a_model_is_built_on_meta_too() -> None:
-    """transformers would partition it: of a model with a vision part, this part alone."""
+    """transformers itself would partition the vision part."""
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLModel, modeling_utils
     from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 

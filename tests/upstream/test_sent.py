@@ -1,4 +1,4 @@
-"""Each patch in docs/patches fits the installed library."""
+"""Apply each patch in docs/patches to the installed library."""
 
 import importlib.util
 import re

@@ -1,6 +1,6 @@
-"""Versions that are not known, set by hand: what fits is served, what does not refuses its feature.
+"""Set unknown versions: fitting releases work with a warning, others lose a feature.
 
-Each case is a process of its own: what fitted once is not looked at again.
+Each case runs in a fresh process, because checks are cached.
 """
 
 import importlib
@@ -28,15 +28,15 @@ NEWER = [
 
 
 class Plain(nn.Module):
-    """No model of any library."""
+    """A plain module."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = self.second(self.first(x).relu())
-        return made
+        result: torch.Tensor = self.second(self.first(x).relu())
+        return result
 
 
 @pytest.fixture(scope="module")
@@ -60,26 +60,26 @@ def engine_of(model: nn.Module, stage: int) -> tuple[Any, Any]:
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0], None
 
 
-def through(source: Path, kind: type[nn.Module] | None, engine: str, stage: int, out: Path) -> None:
+def run_every_verb(source: Path, kind: type[nn.Module] | None, engine: str, stage: int, out: Path) -> None:
     """Load, train a step, save, and save and load a training state."""
     loaded = zerostart.load(source, kind, engine=engine, zero_stage=stage, progress=False)
-    trained, optimizer = loaded, torch.optim.SGD(loaded.parameters(), lr=0.1)
+    wrapped, optimizer = loaded, torch.optim.SGD(loaded.parameters(), lr=0.1)
     if engine == "deepspeed":
-        trained, optimizer = engine_of(loaded, stage)
+        wrapped, optimizer = engine_of(loaded, stage)
     if kind is None:
-        loss = trained(input_ids=torch.ones(2, 4, dtype=torch.int64)).logits.sum()
+        loss = wrapped(input_ids=torch.ones(2, 4, dtype=torch.int64)).logits.sum()
     else:
-        loss = trained(torch.ones(2, 8)).sum()
+        loss = wrapped(torch.ones(2, 8)).sum()
     if engine == "deepspeed":
-        trained.backward(loss)
-        trained.step()
+        wrapped.backward(loss)
+        wrapped.step()
     else:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    zerostart.save(trained, out / "model")
-    zerostart.save_state(out / "state", trained, optimizer)
-    zerostart.load_state(out / "state", trained, optimizer)
+    zerostart.save(wrapped, out / "model")
+    zerostart.save_state(out / "state", wrapped, optimizer)
+    zerostart.load_state(out / "state", wrapped, optimizer)
 
 
 def set_versions(versions: Mapping[str, str]) -> None:
@@ -87,9 +87,7 @@ def set_versions(versions: Mapping[str, str]) -> None:
         importlib.import_module(name).__version__ = version
 
 
-class Told(logging.Handler):
-    """What is logged."""
-
+class RecordingHandler(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self.texts: list[str] = []
@@ -99,31 +97,31 @@ class Told(logging.Handler):
         self.texts.append(record.getMessage())
 
 
-def serve(versions: Mapping[str, str], plain: Path, pretrained: Path, out: Path) -> None:
+def check_newer_versions(versions: Mapping[str, str], plain: Path, pretrained: Path, out: Path) -> None:
     set_versions(versions)
-    told = Told()
-    through(plain, Plain, "fsdp2", 3, out / "fsdp2")
-    through(plain, Plain, "deepspeed", 3, out / "zero3")
-    through(plain, Plain, "deepspeed", 1, out / "zero1")
-    through(pretrained, None, "fsdp2", 3, out / "pretrained")
+    handler = RecordingHandler()
+    run_every_verb(plain, Plain, "fsdp2", 3, out / "fsdp2")
+    run_every_verb(plain, Plain, "deepspeed", 3, out / "zero3")
+    run_every_verb(plain, Plain, "deepspeed", 1, out / "zero1")
+    run_every_verb(pretrained, None, "fsdp2", 3, out / "pretrained")
     before, after = load_file(plain / "model.safetensors"), load_file(out / "fsdp2/model/model.safetensors")
     assert before.keys() == after.keys()
     assert any(not torch.equal(before[name], after[name]) for name in before)
     first = torch.distributed.get_rank() == 0
-    (text,) = [text for text in told.texts if "newer than" in text] or [""]
+    (text,) = [text for text in handler.texts if "newer than" in text] or [""]
     assert bool(text) == first
     assert all(f"{name} {version} (known: >=" in text for name, version in versions.items()) or not first
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("versions", NEWER, ids=lambda versions: versions["torch"])
-def test_newer_releases_that_fit_are_served_with_one_warning(
+def test_newer_releases_that_fit_work_with_one_warning(
     versions: Mapping[str, str], plain: Path, checkpoints: TinyCheckpoints, tmp_path: Path
 ) -> None:
-    run_ranks(serve, 2, versions, plain, checkpoints("qwen3"), tmp_path)
+    run_ranks(check_newer_versions, 2, versions, plain, checkpoints("qwen3"), tmp_path)
 
 
-def refuse(source: Path) -> None:
+def check_older_version(source: Path) -> None:
     set_versions({"torch": "2.10.0"})
     with pytest.raises(
         UnsupportedVersionError, match=r"torch 2\.10\.0 is installed.* pip install 'torch>=2\.11,<"
@@ -133,33 +131,33 @@ def refuse(source: Path) -> None:
 
 @pytest.mark.slow
 def test_an_older_release_is_refused(plain: Path) -> None:
-    run_ranks(refuse, 1, plain)
+    run_ranks(check_older_version, 1, plain)
 
 
 @dataclass
-class Broken:
-    """The owner whose names are missing, and what is refused for that, if anything."""
+class Misfit:
+    """An owner with a missing name, and the feature that is refused for it."""
 
     owner: str
     name: str
     refused: str | None = None
 
 
-BROKEN = [
-    Broken("transformers.modeling_utils:PreTrainedModel", "save_pretrained", "save_pretrained"),
-    Broken("peft.tuners.tuners_utils:BaseTuner", "inject_adapter", "get_peft_model"),
-    Broken(
+MISFITS = [
+    Misfit("transformers.modeling_utils:PreTrainedModel", "save_pretrained", "save_pretrained"),
+    Misfit("peft.tuners.tuners_utils:BaseTuner", "inject_adapter", "get_peft_model"),
+    Misfit(
         "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup",
         ".modules",
         "resize_token_embeddings",
     ),
-    Broken("deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer", "__init__"),
-    Broken("transformers.initialization", "no_tie_weights", "transformers"),
+    Misfit("deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer", "__init__"),
+    Misfit("transformers.initialization", "no_tie_weights", "transformers"),
 ]
 
 
-def break_one(case: Broken) -> guard.Use:
-    """Have the use that names ``case.name`` first misfit in this process."""
+def break_use(case: Misfit) -> guard.Use:
+    """Make the use that begins with ``case.name`` misfit in this process."""
     (use, *_) = [
         use for use in guard.declared_uses() if use.owner == case.owner and use.names.startswith(case.name)
     ]
@@ -168,17 +166,17 @@ def break_one(case: Broken) -> guard.Use:
     return use
 
 
-def refused_alone(case: Broken, plain: Path, pretrained: Path, out: Path) -> None:
-    break_one(case)
+def check_refused(case: Misfit, plain: Path, pretrained: Path, out: Path) -> None:
+    break_use(case)
     engines = [("fsdp2", 3), ("deepspeed", 3), ("deepspeed", 1)]
     for engine, stage in engines:
-        through(plain, Plain, engine, stage, out / f"{engine}{stage}")
+        run_every_verb(plain, Plain, engine, stage, out / f"{engine}{stage}")
     if case.refused == "transformers":
         with pytest.raises(UnsupportedVersionError, match="X is otherwise"):
             zerostart.load(pretrained, engine="fsdp2", progress=False)
         return
     for engine, stage in engines[:2]:
-        through(pretrained, None, engine, stage, out / f"pretrained-{engine}")
+        run_every_verb(pretrained, None, engine, stage, out / f"pretrained-{engine}")
     loaded = zerostart.load(plain, Plain, engine="deepspeed", progress=False)
     name = f"{case.owner.rpartition(':')[2]}.{case.name}"
     assert case.refused is not None or name not in patches.active()
@@ -204,9 +202,9 @@ REFUSED = {
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(c, marks=[pytest.mark.slow] * (c.refused != "transformers"), id=c.name) for c in BROKEN],
+    [pytest.param(c, marks=[pytest.mark.slow] * (c.refused != "transformers"), id=c.name) for c in MISFITS],
 )
-def test_what_does_not_fit_refuses_its_feature_alone(
-    case: Broken, plain: Path, checkpoints: TinyCheckpoints, tmp_path: Path
+def test_a_misfit_refuses_only_its_feature(
+    case: Misfit, plain: Path, checkpoints: TinyCheckpoints, tmp_path: Path
 ) -> None:
-    run_ranks(refused_alone, 2, case, plain, checkpoints("qwen3"), tmp_path)
+    run_ranks(check_refused, 2, case, plain, checkpoints("qwen3"), tmp_path)

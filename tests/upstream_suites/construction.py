@@ -1,12 +1,11 @@
-"""A pytest plugin: DeepSpeed's own tests with zerostart's construction under them.
+"""A pytest plugin that runs DeepSpeed's own tests on models loaded by zerostart.
 
-Wherever a test calls ``deepspeed.initialize`` for ZeRO 1 or 2, its model is first born again in shards by the
-public way: its state dict, held by rank 0 alone, is the source, and the module, its parameters on meta,
-the model of ``zerostart.load``. The module, the parameter groups and the client's optimizer then hold the new
-parameters in the place of the old ones, and the test goes on.
+If a test calls ``deepspeed.initialize`` for ZeRO 1 or 2, its model is first loaded again with
+``zerostart.load``: the source is rank 0's state dict, the model is the module with its parameters on meta.
+The module, the parameter groups and the client's optimizer then get the new parameters.
 
-DeepSpeed's ``DistributedTest`` runs a test in processes that it pickles the test object for. The object gets
-a passenger that does the same to DeepSpeed in each of them.
+DeepSpeed's ``DistributedTest`` pickles the test object for its processes. An attribute of the object, an
+``Installer``, patches DeepSpeed in each process.
 """
 
 from __future__ import annotations
@@ -23,24 +22,24 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-__all__ = ["LOG", "Passenger", "born_again", "install"]
+__all__ = ["LOG", "Installer", "install", "reload_model"]
 
-#: Environment variable with the file to which each engine that is made so adds a line.
+#: Environment variable: file to which each engine on a reloaded model adds a line.
 LOG = "ZEROSTART_CONSTRUCTIONS"
-#: Modules of DeepSpeed's test tree, which import ``deepspeed.initialize`` by its module.
+#: Module of DeepSpeed's test tree that starts processes.
 _COMMON = "unit.common"
-#: Marks of parameters that are partitioned, experts of one rank, or slices that a test has cut by hand.
-_PARTED = {"ds_id", "allreduce", "tensor_model_parallel"}
+#: Attributes of parameters that are partitioned, experts of one rank, or slices.
+_SHARDED_MARKS = {"ds_id", "allreduce", "tensor_model_parallel"}
 
 
 def pytest_configure(config: Any) -> None:
-    """Start the processes of tests from one that has imported what they all need."""
+    """Fork the processes of tests from one that has imported torch and DeepSpeed."""
     del config
     multiprocessing.set_forkserver_preload(["torch", "deepspeed"])
 
 
 def pytest_collection_finish(session: Any) -> None:
-    """Give each test's object its passenger, if zerostart is to make the engines."""
+    """Add an ``Installer`` to each test's object, if zerostart loads the models."""
     del session
     if not os.environ.get(LOG):
         return
@@ -51,14 +50,14 @@ def pytest_collection_finish(session: Any) -> None:
 
     @functools.wraps(launch)
     def launch_procs(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self._zerostart = Passenger()
+        self._zerostart = Installer()
         return launch(self, *args, **kwargs)
 
     execution._launch_procs = launch_procs
 
 
-class Passenger:
-    """Installs the construction in the process in which it is unpickled."""
+class Installer:
+    """Calls ``install`` in the process that unpickles it."""
 
     def __reduce__(self) -> Any:
         return install, ()
@@ -66,7 +65,7 @@ class Passenger:
 
 @functools.cache
 def install() -> None:
-    """Have ``deepspeed.initialize`` go through zerostart for the stages that are asked for."""
+    """Make ``deepspeed.initialize`` reload models at stages 1 and 2."""
     import deepspeed
 
     original = deepspeed.initialize
@@ -74,13 +73,13 @@ def install() -> None:
 
     @functools.wraps(original)
     def initialize(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs).arguments
-        config = given.get("config") or given.get("config_params")
-        kept = None
-        if _flat(config) and given.get("mpu") is None and _plain(given["model"]):
-            kept = born_again(given, config)
-        engine = original(**given)
-        del kept  # fp32 masters are read from it while the engine is made
+        arguments = signature.bind(*args, **kwargs).arguments
+        config = arguments.get("config") or arguments.get("config_params")
+        source = None
+        if _is_flat(config) and arguments.get("mpu") is None and _is_whole(arguments["model"]):
+            source = reload_model(arguments, config)
+        engine = original(**arguments)
+        del source  # the engine has read its fp32 masters from it
         return engine
 
     deepspeed.initialize = initialize
@@ -92,37 +91,37 @@ def _stage(config: object) -> int:
     return int((config.get("zero_optimization") or {}).get("stage") or 0)
 
 
-def _plain(model: nn.Module) -> bool:
-    """Whether it is a model that a checkpoint could hold: whole, alike on all ranks, in memory."""
+def _is_whole(model: nn.Module) -> bool:
+    """Return True for a whole model in memory, equal on all ranks."""
     parameters = list(model.parameters())
-    parted = any(vars(p).keys() & _PARTED for p in parameters)
-    return bool(parameters) and not parted and not getattr(model, "ds_autotp_parsed", False)
+    sharded = any(vars(p).keys() & _SHARDED_MARKS for p in parameters)
+    return bool(parameters) and not sharded and not getattr(model, "ds_autotp_parsed", False)
 
 
-def _flat(config: object) -> bool:
-    """Whether parameters are whole on every rank, in flat buffers."""
+def _is_flat(config: object) -> bool:
+    """Return True if flat buffers keep whole parameters on every rank."""
     return isinstance(config, Mapping) and _stage(config) in (1, 2) and not config.get("tensor_parallel")
 
 
-def born_again(given: dict[str, Any], config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Load the model of a call of ``deepspeed.initialize`` again; returns the source, to be kept alive."""
+def reload_model(arguments: dict[str, Any], config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Reload the model of a ``deepspeed.initialize`` call; return the source, to keep alive."""
     import deepspeed
 
     import zerostart
 
     if not dist.is_initialized():
         deepspeed.init_distributed()
-    model = given["model"]
-    # A list of parameters, or of groups; a generator could be read once only.
-    if given.get("model_parameters") is not None:
-        given["model_parameters"] = list(given["model_parameters"])
+    model = arguments["model"]
+    # Parameters or groups; a generator could be read only once.
+    if arguments.get("model_parameters") is not None:
+        arguments["model_parameters"] = list(arguments["model_parameters"])
     state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-    for tensor in state.values():  # DeepSpeed gives all ranks the values of rank 0
+    for tensor in state.values():  # DeepSpeed broadcasts rank 0's values
         dist.broadcast(tensor, 0)
     training = {module: module.training for module in model.modules()}
     before = dict(model.named_parameters())
     _to_meta(model)
-    # Without an mpu DeepSpeed shares no sequences, whatever the section says.
+    # Without an mpu DeepSpeed ignores the size.
     config = {key: value for key, value in config.items() if key != "sequence_parallel_size"}
     zerostart.load(
         state,
@@ -135,9 +134,11 @@ def born_again(given: dict[str, Any], config: Mapping[str, Any]) -> dict[str, to
     for module, mode in training.items():
         module.training = mode
     new = {id(before[name]): parameter for name, parameter in model.named_parameters()}
-    if given.get("model_parameters") is not None:
-        given["model_parameters"] = [_replaced(entry, new) for entry in given["model_parameters"]]
-    for group in getattr(given.get("optimizer"), "param_groups", []):
+    if arguments.get("model_parameters") is not None:
+        arguments["model_parameters"] = [
+            _with_new_parameters(entry, new) for entry in arguments["model_parameters"]
+        ]
+    for group in getattr(arguments.get("optimizer"), "param_groups", []):
         group["params"] = [new.get(id(p), p) for p in group["params"]]
     with Path(os.environ[LOG]).open("a") as log:
         log.write(f"{os.environ.get('PYTEST_CURRENT_TEST', '')}\n")
@@ -145,24 +146,24 @@ def born_again(given: dict[str, Any], config: Mapping[str, Any]) -> dict[str, to
 
 
 def _to_meta(model: nn.Module) -> None:
-    """Parameters on meta in the places of the model's own, with their attributes; buffers stay."""
-    made: dict[int, nn.Parameter] = {}
+    """Move the parameters, with their attributes, to meta; buffers stay."""
+    copies: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for leaf, old in module._parameters.items():
             if old is None:
                 continue
-            if id(old) not in made:
-                made[id(old)] = nn.Parameter(old.detach().to("meta"), requires_grad=old.requires_grad)
-                made[id(old)].__dict__.update(old.__dict__)
-            module._parameters[leaf] = made[id(old)]
+            if id(old) not in copies:
+                copies[id(old)] = nn.Parameter(old.detach().to("meta"), requires_grad=old.requires_grad)
+                copies[id(old)].__dict__.update(old.__dict__)
+            module._parameters[leaf] = copies[id(old)]
 
 
-def _replaced(entry: Any, new: Mapping[int, nn.Parameter]) -> Any:
-    """A parameter, a pair of a name and one, or a group of them, with the new in the place of the old."""
+def _with_new_parameters(entry: Any, new: Mapping[int, nn.Parameter]) -> Any:
+    """Replace the parameters of a parameter, a (name, parameter) pair, or a group."""
     if isinstance(entry, torch.Tensor):
         return new.get(id(entry), entry)
     if isinstance(entry, tuple):
-        return tuple(_replaced(item, new) for item in entry)
+        return tuple(_with_new_parameters(item, new) for item in entry)
     if isinstance(entry, dict):
-        return {**entry, "params": [_replaced(p, new) for p in entry["params"]]}
+        return {**entry, "params": [_with_new_parameters(p, new) for p in entry["params"]]}
     return entry

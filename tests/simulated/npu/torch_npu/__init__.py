@@ -1,13 +1,16 @@
-"""An accelerator that is none: torch's backend for others under the name ``npu``, which computes on the host.
+"""A pretend accelerator ``npu``: torch's private-use backend, which computes on the host.
 
-With the folder that this package lies in on ``PYTHONPATH``, torch finds it as it finds a vendor's, by the
-group ``torch.backends``, and so does every process of a launch. There are eight devices (or
-``ZEROSTART_TEST_NPU_DEVICES``), and nothing is initialised by asking. What makes it unlike the host is in
-``csrc``: the host cannot touch a device's memory; copies and kernels happen when somebody waits for them, or
-``ZEROSTART_TEST_NPU_DELAY`` milliseconds later, so that a wait that is missing gives wrong bytes; page-locked
-memory comes in powers of two; memory is counted, and limited; collectives refuse what NCCL refuses, and are
-gloo's under the name ``hccl``. What is random comes from generators of its own. Attention is CUDA's "flash"
-by name and signature, which torch's ring knows.
+With the folder of this package on ``PYTHONPATH``, torch finds it like a vendor's backend, by the entry point
+group ``torch.backends``. There are eight devices, or ``ZEROSTART_TEST_NPU_DEVICES``. ``csrc`` imitates them:
+
+- The host cannot touch a device's memory.
+- Copies and kernels happen when somebody waits for them, or after ``ZEROSTART_TEST_NPU_DELAY`` milliseconds:
+  a missing wait gives wrong bytes.
+- Page-locked memory comes in powers of two. Memory is counted and limited.
+- Collectives are gloo's under the name ``hccl``, and refuse what NCCL refuses.
+- Random numbers come from the device's own generators.
+
+Attention has the name and signature of CUDA's "flash" operator, which torch's ring attention needs.
 """
 
 from __future__ import annotations
@@ -23,14 +26,14 @@ from typing import Any
 
 import torch
 
-from torch_npu.compiling import compiled
+from torch_npu.compiling import load_extension
 
 __all__ = ["begin"]
 __version__ = "0"
 
 KIND = "npu"
-#: A directory that gets from each process, at its end, a file with the number of operators that ran on it.
-COUNTED = "ZEROSTART_TEST_NPU_OPERATORS"
+#: Environment variable: folder to which each process writes its number of operators at exit.
+OPERATORS = "ZEROSTART_TEST_NPU_OPERATORS"
 _LOWER = ("linear", "matmul", "conv2d", "scaled_dot_product_attention")
 _FLOAT32 = ("layer_norm", "softmax.int", "log_softmax.int", "cross_entropy_loss")
 _libraries: list[torch.library.Library] = []
@@ -39,10 +42,10 @@ attention: Any = None  # its kernels of attention
 
 
 def begin() -> None:
-    """What torch calls when it is imported."""
+    """Register the backend; torch calls this when it is imported."""
     global attention, device
-    os.environ.setdefault("ASCEND_HOME_PATH", str(Path(__file__).parent))  # DeepSpeed asks for a toolkit
-    device = compiled()
+    os.environ.setdefault("ASCEND_HOME_PATH", str(Path(__file__).parent))  # DeepSpeed looks for a toolkit
+    device = load_extension()
     torch.utils.rename_privateuse1_backend(KIND)
     torch._register_device_module(KIND, _module())
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
@@ -58,9 +61,9 @@ def begin() -> None:
 
     dist.Backend.register_backend("hccl", _hccl, devices=[KIND])
     atexit.register(device.stop)
-    if COUNTED in os.environ:
+    if OPERATORS in os.environ:
         atexit.register(
-            lambda: Path(os.environ[COUNTED], str(os.getpid())).write_text(str(device.operators()))
+            lambda: Path(os.environ[OPERATORS], str(os.getpid())).write_text(str(device.operators()))
         )
 
 
@@ -70,17 +73,17 @@ def _hccl(store: Any, rank: int, size: int, timeout: Any) -> Any:
     return device.collectives(dist.ProcessGroupGloo(store, rank, size, timeout), rank, size, "hccl")
 
 
-def _index(given: Any) -> int:
-    if given is None or (isinstance(given, (str, torch.device)) and torch.device(given).index is None):
+def _index(value: Any) -> int:
+    if value is None or (isinstance(value, (str, torch.device)) and torch.device(value).index is None):
         return int(device.current_device())
-    return given if isinstance(given, int) else int(torch.device(given).index)
+    return value if isinstance(value, int) else int(torch.device(value).index)
 
 
 class _Device:
-    """``with torch.npu.device(1):``."""
+    """Context manager ``torch.npu.device``."""
 
-    def __init__(self, given: Any) -> None:
-        self._index = _index(given)
+    def __init__(self, value: Any) -> None:
+        self._index = _index(value)
 
     def __enter__(self) -> None:
         self._before = device.current_device()
@@ -114,20 +117,20 @@ class Event(torch.Event):
 
 
 def begin_device() -> None:
-    """Initialise; everything that needs a device does."""
+    """Initialise the accelerator, for everything that needs a device."""
     device.begin()
-    sys.modules[f"torch.{KIND}"]._initialized = True  # type: ignore[attr-defined]  # torch's checkpointing looks
+    sys.modules[f"torch.{KIND}"]._initialized = True  # type: ignore[attr-defined]  # read by torch's checkpointing
 
 
-def current_stream(given: Any = None) -> Any:
+def current_stream(value: Any = None) -> Any:
     begin_device()
-    return torch.accelerator.current_stream(_index(given))
+    return torch.accelerator.current_stream(_index(value))
 
 
-def default_stream(given: Any = None) -> Any:
+def default_stream(value: Any = None) -> Any:
     begin_device()
     return torch.Stream(
-        stream_id=0, device_index=_index(given), device_type=int(torch._C._autograd.DeviceType.PrivateUse1)
+        stream_id=0, device_index=_index(value), device_type=int(torch._C._autograd.DeviceType.PrivateUse1)
     )
 
 
@@ -137,32 +140,32 @@ def set_stream(stream: Any) -> None:
 
 
 @contextlib.contextmanager
-def stream(given: Any) -> Iterator[None]:
-    if given is None:
+def stream(value: Any) -> Iterator[None]:
+    if value is None:
         yield
         return
-    with given:
+    with value:
         yield
 
 
 def _module() -> types.ModuleType:
-    """``torch.npu``."""
-    made = types.ModuleType(f"torch.{KIND}")
+    """Return the module ``torch.npu``."""
+    module = types.ModuleType(f"torch.{KIND}")
 
     def current_device() -> int:
-        begin_device()  # as torch.cuda's
+        begin_device()  # like torch.cuda's
         return int(device.current_device())
 
-    def set_device(given: Any) -> None:
+    def set_device(value: Any) -> None:
         begin_device()
-        device.set_device(_index(given))
+        device.set_device(_index(value))
 
-    def synchronize(given: Any = None) -> None:
+    def synchronize(value: Any = None) -> None:
         begin_device()
-        device.synchronize(_index(given))
+        device.synchronize(_index(value))
 
-    def generator(given: Any = KIND) -> torch.Generator:
-        return device.default_generator(_index(given))  # type: ignore[no-any-return]
+    def generator(value: Any = KIND) -> torch.Generator:
+        return device.default_generator(_index(value))  # type: ignore[no-any-return]
 
     def manual_seed(seed: int) -> None:
         generator().manual_seed(int(seed))
@@ -171,14 +174,14 @@ def _module() -> types.ModuleType:
         for index in range(device.device_count()):
             generator(index).manual_seed(int(seed))
 
-    def get_rng_state(given: Any = KIND) -> torch.Tensor:
-        return generator(given).get_state()
+    def get_rng_state(value: Any = KIND) -> torch.Tensor:
+        return generator(value).get_state()
 
-    def set_rng_state(state: torch.Tensor, given: Any = KIND) -> None:
-        generator(given).set_state(state)
+    def set_rng_state(state: torch.Tensor, value: Any = KIND) -> None:
+        generator(value).set_state(state)
 
-    def get_device_properties(given: Any = None) -> types.SimpleNamespace:
-        total = torch.accelerator.get_memory_info(_index(given))[1]
+    def get_device_properties(value: Any = None) -> types.SimpleNamespace:
+        total = torch.accelerator.get_memory_info(_index(value))[1]
         return types.SimpleNamespace(name="pretend", total_memory=total)
 
     def npurt() -> types.SimpleNamespace:
@@ -188,7 +191,7 @@ def _module() -> types.ModuleType:
         )
 
     memory = torch.accelerator
-    own = {
+    attributes = {
         name: getattr(memory, name)
         for name in (
             "empty_cache",
@@ -200,12 +203,12 @@ def _module() -> types.ModuleType:
             "reset_peak_memory_stats",
         )
     }
-    own |= {
+    attributes |= {
         "mem_get_info": memory.get_memory_info,
         "reset_max_memory_allocated": memory.reset_peak_memory_stats,
     }
-    own |= {"memory_cached": memory.memory_reserved, "max_memory_cached": memory.max_memory_reserved}
-    own |= {
+    attributes |= {"memory_cached": memory.memory_reserved, "max_memory_cached": memory.max_memory_reserved}
+    attributes |= {
         "Stream": Stream,
         "Event": Event,
         "BFloat16Tensor": torch.Tensor,
@@ -216,7 +219,7 @@ def _module() -> types.ModuleType:
         "device": _Device,
         "device_count": device.device_count,
         "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
-        "get_device_name": lambda given=None: "pretend",
+        "get_device_name": lambda value=None: "pretend",
         "get_device_properties": get_device_properties,
         "get_rng_state": get_rng_state,
         "get_rng_state_all": lambda: [get_rng_state(index) for index in range(device.device_count())],
@@ -237,23 +240,23 @@ def _module() -> types.ModuleType:
         "_lazy_call": lambda callback: callback(),
         "_lazy_init": begin_device,
     }
-    made.__dict__.update(own)
-    sys.modules[made.__name__] = made
-    return made
+    module.__dict__.update(attributes)
+    sys.modules[module.__name__] = module
+    return module
 
 
 def _cast(name: str, dtype: torch.dtype | None) -> Any:
-    """An operator under autocast: in ``dtype``, or in autocast's own."""
+    """Return an operator under autocast, in ``dtype`` or autocast's own dtype."""
     packet, _, overload = name.partition(".")
     operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
     without = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        wanted = dtype or torch.get_autocast_dtype(KIND)
+        target = dtype or torch.get_autocast_dtype(KIND)
 
         def cast(value: Any) -> Any:
             floats = isinstance(value, torch.Tensor) and value.is_floating_point()
-            return value.to(wanted) if floats else value
+            return value.to(target) if floats else value
 
         with torch._C._ExcludeDispatchKeyGuard(without):
             return operator(*map(cast, args), **kwargs)
@@ -274,39 +277,41 @@ def _attention(
 ) -> torch.Tensor:
     aten = torch.ops.aten
     if attn_mask is None and not dropout_p:
-        found, *_ = aten._scaled_dot_product_flash_attention(
+        result, *_ = aten._scaled_dot_product_flash_attention(
             query, key, value, 0.0, is_causal, False, scale=scale
         )
     else:
         if attn_mask is not None and attn_mask.dtype == torch.bool:
-            # The operator that this one stands for does so, and math adds what it is given.
+            # Like the replaced operator; "math" adds the mask.
             attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, -torch.inf)
-        found, *_ = aten._scaled_dot_product_attention_math(
+        result, *_ = aten._scaled_dot_product_attention_math(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
-    return found  # type: ignore[no-any-return]
+    return result  # type: ignore[no-any-return]
 
 
-def _flash(query: Any, key: Any, value: Any, *more: Any, scale: float | None = None) -> tuple[Any, ...]:
-    """Also where several heads of queries have one of keys."""
-    dropout, causal = more[0] if more else 0.0, more[1] if len(more) > 1 else False
-    of_host = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    every = query.shape[1] // key.shape[1]
-    keys, values = (x.repeat_interleave(every, 1) for x in (key, value))
-    out, sums = of_host(query, keys, values, dropout, causal, scale=scale)
+def _flash(query: Any, key: Any, value: Any, *options: Any, scale: float | None = None) -> tuple[Any, ...]:
+    """Compute attention, also for grouped query heads."""
+    dropout, causal = options[0] if options else 0.0, options[1] if len(options) > 1 else False
+    flash_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    heads_per_key = query.shape[1] // key.shape[1]
+    keys, values = (x.repeat_interleave(heads_per_key, 1) for x in (key, value))
+    out, sums = flash_on_cpu(query, keys, values, dropout, causal, scale=scale)
     none, number = query.new_empty(0), query.new_empty(())
     return out, sums, None, None, query.shape[2], key.shape[2], number, number, none
 
 
-def _flash_backward(gradient: Any, *more: Any, scale: float | None = None) -> tuple[Any, ...]:
-    query, key, value, out, sums, _, _, _, _, dropout, causal, _, _ = more
-    of_host = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    every = query.shape[1] // key.shape[1]
-    keys, values = (x.repeat_interleave(every, 1) for x in (key, value))
-    of_query, *others = of_host(gradient, query, keys, values, out, sums, dropout, causal, scale=scale)
-    return of_query, *(x.unflatten(1, (-1, every)).sum(2) for x in others)
+def _flash_backward(gradient: Any, *rest_of_arguments: Any, scale: float | None = None) -> tuple[Any, ...]:
+    query, key, value, out, sums, _, _, _, _, dropout, causal, _, _ = rest_of_arguments
+    flash_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    heads_per_key = query.shape[1] // key.shape[1]
+    keys, values = (x.repeat_interleave(heads_per_key, 1) for x in (key, value))
+    query_gradient, *other_gradients = flash_on_cpu(
+        gradient, query, keys, values, out, sums, dropout, causal, scale=scale
+    )
+    return query_gradient, *(x.unflatten(1, (-1, heads_per_key)).sum(2) for x in other_gradients)
 
 
 def npu_fusion_attention(*_: Any, **__: Any) -> Any:
-    """Asked for by transformers, on import, and called for flash attention alone."""
+    """Imported by transformers, and called only for flash attention."""
     raise NotImplementedError("this device has no kernels of its own")

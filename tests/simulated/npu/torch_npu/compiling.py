@@ -1,4 +1,4 @@
-"""The compiled part of the pretend accelerator, made once an environment: beside what DeepSpeed compiles."""
+"""Compile the pretend accelerator, once for an environment."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["compiled"]
+__all__ = ["load_extension"]
 
 NAME = "pretend_npu"
 _LOAD = """
@@ -26,8 +26,8 @@ load(sys.argv[1], sys.argv[3], build_directory=sys.argv[2], extra_cflags=["-O0",
 SOURCES = sorted(Path(__file__).with_name("csrc").iterdir())
 
 
-def compiled() -> Any:
-    """The extension; compiled if nobody has."""
+def load_extension() -> Any:
+    """Load the extension, and compile it first if needed."""
     library = _folder() / f"{NAME}.so"
     if not library.exists():
         library.parent.mkdir(parents=True, exist_ok=True)
@@ -36,25 +36,25 @@ def compiled() -> Any:
             if not library.exists():
                 _compile(library)
     spec = importlib.util.spec_from_file_location(NAME, library)
-    assert spec is not None, f"{library} is a module"
-    assert spec.loader is not None, f"{library} can be loaded"
+    assert spec is not None, f"{library} is no module"
+    assert spec.loader is not None, f"{library} cannot be loaded"
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
 def _folder() -> Path:
-    """One for each state of the sources and each torch: several checkouts may share an environment."""
-    seen = hashlib.blake2b(f"{torch.__version__} {sys.version_info[:2]}".encode(), digest_size=8)
+    """Return a folder for these sources and this torch; checkouts may share an environment."""
+    digest = hashlib.blake2b(f"{torch.__version__} {sys.version_info[:2]}".encode(), digest_size=8)
     for source in SOURCES:
-        seen.update(source.read_bytes())
-    return Path(sys.prefix, "torch_extensions", f"{NAME}_{seen.hexdigest()}")
+        digest.update(source.read_bytes())
+    return Path(sys.prefix, "torch_extensions", f"{NAME}_{digest.hexdigest()}")
 
 
 def _compile(library: Path) -> None:
-    """In a process of its own: this one may be in the middle of importing torch."""
+    """Compile in a subprocess, because this one may be importing torch."""
     folder = tempfile.mkdtemp(dir=library.parent)
-    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))  # where ninja is
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))  # folder of ninja
     source = str(Path(__file__).with_name("csrc") / "all.cpp")
     try:
         subprocess.run(
