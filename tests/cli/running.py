@@ -1,4 +1,4 @@
-"""Commands of zerostart, run in the process of the tests."""
+"""Run zerostart's commands in the tests' process."""
 
 from collections.abc import Callable
 
@@ -6,16 +6,16 @@ import pytest
 
 from zerostart.cli import main
 
-#: Exit code, output and errors of a command with these arguments.
+#: Function that runs a command and returns its exit code, output and errors.
 Run = Callable[..., tuple[int, str, str]]
 
 
-def running(*command: str) -> Run:
+def make_runner(*command: str) -> Run:
     def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-        capsys.readouterr()  # what making the checkpoint printed
-        with pytest.raises(SystemExit) as ended:
+        capsys.readouterr()  # printed by fixtures
+        with pytest.raises(SystemExit) as exit_info:
             main([*command, *arguments])
         out, err = capsys.readouterr()
-        return int(ended.value.code or 0), out, err
+        return int(exit_info.value.code or 0), out, err
 
     return run

@@ -1,7 +1,4 @@
-"""Whole runs, started by the commands, on an accelerator of another kind: they give what the host's give.
-
-The accelerator is ``tests/simulated/npu``: torch's backend for others, found as a vendor's package is.
-"""
+"""Compare whole training runs on the pretend accelerator (``tests/simulated/npu``) with the host."""
 
 import json
 import os
@@ -21,17 +18,17 @@ ZEROSTART = [sys.executable, "-c", "from zerostart.cli import main; main()"]
 
 
 def start(folder: Path, *words: str, accelerator: bool) -> int:
-    """Run a command in ``folder``; gives how many operators ran on the accelerator."""
+    """Run a command in ``folder``; return the number of operators on the accelerator."""
     counts, environment = folder / "operators", dict(os.environ)
     shutil.rmtree(counts, ignore_errors=True)
     if accelerator:
         counts.mkdir()
-        # DeepSpeed's as well: the tests' own environment says that it computes on the CPU.
+        # Also replaces DS_ACCELERATOR=cpu of the tests' own environment.
         environment = {**npu_environment(), "ZEROSTART_TEST_NPU_OPERATORS": str(counts)}
-    done = subprocess.run(
+    result = subprocess.run(
         [*ZEROSTART, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=200
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert result.returncode == 0, result.stdout + result.stderr
     return sum(int(path.read_text()) for path in counts.glob("*"))
 
 
@@ -51,10 +48,10 @@ def losses(out: Path) -> list[float]:
     ],
     ids=["1-fsdp2", "2-deepspeed", "2-lora", "2-fsdp2-videos"],
 )
-def test_pictures_are_encoded_learnt_and_drawn_on_another_accelerator(
+def test_diffusion_runs_equal_the_host(
     family: str, options: tuple[str, ...], ranks: int, checkpoints: TinyCheckpoints, tmp_path: Path
 ) -> None:
-    """``cache``, ``train`` with samples and an average of the weights, and ``export``, beside the host."""
+    """Run ``cache``, ``train`` with samples and EMA, and ``export``."""
     pytest.importorskip("peft")
     pipeline = f"pipeline:{family.replace('-', '_')}"
     make_folders(tmp_path, {"model": pipeline, "pictures": "pictures:12"}, checkpoints)
@@ -71,13 +68,15 @@ def test_pictures_are_encoded_learnt_and_drawn_on_another_accelerator(
     }
     words = [f"{name}={value}" for name, value in values.items()]
     for name in ("host", "out"):
-        own = [*words, f"output.directory={name}", "--nproc", str(ranks)]
+        options_of_run = [*words, f"output.directory={name}", "--nproc", str(ranks)]
         for command in ("cache", "train"):
-            ran = start(tmp_path, command, "run.yaml", *own, accelerator=name == "out")
-            assert (ran > 0) == (name == "out")
+            operators = start(tmp_path, command, "run.yaml", *options_of_run, accelerator=name == "out")
+            assert (operators > 0) == (name == "out")
         if not lora:
             state = f"{name}/checkpoints/step-00000004"
             start(tmp_path, "export", state, f"exported-{name}", accelerator=name == "out")
     assert losses(tmp_path / "out") == pytest.approx(losses(tmp_path / "host"), rel=1e-4)
-    drawn = sorted(path.name for path in (tmp_path / "host" / "samples" / "step-00000004").iterdir())
-    assert sorted(path.name for path in (tmp_path / "out" / "samples" / "step-00000004").iterdir()) == drawn
+    pictures = sorted(path.name for path in (tmp_path / "host" / "samples" / "step-00000004").iterdir())
+    assert (
+        sorted(path.name for path in (tmp_path / "out" / "samples" / "step-00000004").iterdir()) == pictures
+    )

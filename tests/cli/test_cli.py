@@ -1,4 +1,4 @@
-"""The command as a whole: help, version, exit codes, and one clear line for an error."""
+"""Test the command's help, version, exit codes, error lines and imports."""
 
 import json
 import subprocess
@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import save_file
 
 import zerostart.cli
-from tests.cli.running import running
+from tests.cli.running import make_runner
 from tests.tiny import TinyCheckpoints
 from zerostart.errors import CoverageError
 
-run = running()
+run = make_runner()
 
 
 def test_help_lists_the_commands_and_imports_no_torch():
@@ -27,10 +27,12 @@ def test_help_lists_the_commands_and_imports_no_torch():
     assert result.returncode == 0
     lines = result.stdout.splitlines()
     assert lines[-1] == "[]"
-    listed = [line.split()[0] for line in lines if line.startswith("  ") and not line.startswith("   ")]
+    command_names = [
+        line.split()[0] for line in lines if line.startswith("  ") and not line.startswith("   ")
+    ]
     commands = ["inspect", "plan", "load", "train", "cache", "config", "run", "export", "convert", "synth"]
     commands += ["verify", "diff", "env"]
-    assert listed[-len(commands) :] == commands
+    assert command_names[-len(commands) :] == commands
 
 
 def test_version(capsys):
@@ -48,12 +50,12 @@ def test_usage_errors_exit_2(capsys, argv):
 
 
 def failing_command() -> None:
-    """A command that fails on purpose."""
+    """Fail."""
     raise CoverageError("a.weight is missing\n  from the checkpoint")
 
 
 def interrupted_command() -> None:
-    """A command that is interrupted."""
+    """Raise KeyboardInterrupt."""
     raise KeyboardInterrupt
 
 
@@ -75,7 +77,7 @@ def test_an_error_is_one_line_and_exit_code_1(capsys, commands):
     assert run(capsys, "load") == (1, "", "error: a.weight is missing\\n from the checkpoint\n")
 
 
-def test_traceback_when_asked_for(capsys, commands, monkeypatch):
+def test_traceback_option(capsys, commands, monkeypatch):
     commands(failing_command)
     monkeypatch.setenv("ZEROSTART_TRACEBACK", "")  # restored after the test, whatever main sets
     code, _, err = run(capsys, "--traceback", "load")
@@ -90,51 +92,54 @@ def test_an_interrupt_is_exit_code_130(capsys, commands):
     assert (code, err) == (130, "interrupted\n")
 
 
-# What a plan imports: the engine that it is for, and of libraries what the model needs.
+# A plan imports only its engine, and the libraries that the model needs.
 
 
-OTHER = {"deepspeed": "fsdp2", "fsdp2": "deepspeed"}
+OTHER_ENGINE = {"deepspeed": "fsdp2", "fsdp2": "deepspeed"}
 
 
-def _imported(program: str) -> list[str]:
-    """The modules that ``program`` leaves imported."""
-    done = "; import json, sys; print(json.dumps(sorted(sys.modules)))"
-    made = subprocess.run(
-        [sys.executable, "-c", program + done], capture_output=True, text=True, timeout=120, check=True
+def _imported_modules(program: str) -> list[str]:
+    """Return the modules that ``program`` has imported."""
+    print_modules = "; import json, sys; print(json.dumps(sorted(sys.modules)))"
+    result = subprocess.run(
+        [sys.executable, "-c", program + print_modules],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
     )
-    found: list[str] = json.loads(made.stdout.splitlines()[-1])
-    return found
+    modules: list[str] = json.loads(result.stdout.splitlines()[-1])
+    return modules
 
 
-def _of_engine(engine: str, modules: list[str]) -> list[str]:
-    """Our own modules for ``engine`` among ``modules``."""
+def _engine_modules(engine: str, modules: list[str]) -> list[str]:
+    """Select zerostart's modules for ``engine``."""
     return [name for name in modules if name.startswith(f"zerostart.engines.{engine}.")]
 
 
 @pytest.mark.slow
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", OTHER)
-def test_the_command_imports_no_other_engine(engine: str, checkpoints: TinyCheckpoints) -> None:
+@pytest.mark.parametrize("engine", OTHER_ENGINE)
+def test_a_plan_imports_no_other_engine(engine: str, checkpoints: TinyCheckpoints) -> None:
     arguments = ["plan", str(checkpoints("qwen3")), "--world-size", "4", "--engine", engine, "--json"]
-    modules = _imported(
+    modules = _imported_modules(
         f"from zerostart.cli import main\ntry: main({arguments!r})\nexcept SystemExit: pass\npass"
     )
     assert "transformers.models.qwen3.modeling_qwen3" in modules
     assert "transformers.models.qwen2.modeling_qwen2" not in modules
-    assert "deepspeed" not in modules  # its layouts and its memory are our own arithmetic
-    assert _of_engine(engine, modules)
-    assert not _of_engine(OTHER[engine], modules)
+    assert "deepspeed" not in modules  # zerostart computes its layouts and memory itself
+    assert _engine_modules(engine, modules)
+    assert not _engine_modules(OTHER_ENGINE[engine], modules)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", OTHER)
-def test_a_plain_module_needs_no_library(engine: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine", OTHER_ENGINE)
+def test_a_plain_module_imports_no_model_library(engine: str, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     save_file({"weight": torch.zeros(4, 4), "bias": torch.zeros(4)}, path)
-    modules = _imported(
+    modules = _imported_modules(
         "import torch, zerostart; "
         f"zerostart.plan({str(path)!r}, 2, {engine!r}, model=torch.nn.Linear(4, 4, device='meta'))"
     )
     assert not {"transformers", "diffusers", "accelerate", "deepspeed"} & set(modules)
-    # What torch has of FSDP tells nothing: its dispatcher imports that, with torch._dynamo, whoever uses it.
-    assert not _of_engine(OTHER[engine], modules)
+    # torch's own FSDP is no evidence: torch's dispatcher imports it with torch._dynamo.
+    assert not _engine_modules(OTHER_ENGINE[engine], modules)

@@ -1,4 +1,4 @@
-"""``zerostart env``, run as a user runs it."""
+"""Test ``zerostart env``."""
 
 import importlib.metadata
 import json
@@ -8,43 +8,43 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cli.running import running
+from tests.cli.running import make_runner
 
-HEAVY = ("torch", "transformers", "deepspeed", "accelerate", "diffusers")
-
-
-run = running("env")
+LIBRARIES = ("torch", "transformers", "deepspeed", "accelerate", "diffusers")
 
 
-def document(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+run = make_runner("env")
+
+
+def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
     code, out, _ = run(capsys, "--json", *arguments)
     assert code == 0
-    found: dict[str, Any] = json.loads(out)
-    return found
+    document: dict[str, Any] = json.loads(out)
+    return document
 
 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
-    found = document(capsys)
-    assert list(found) == ["installed", "supported", "uses", "devices", "python", "platform"]
-    for name in (*HEAVY, "zerostart", "peft"):
-        assert found["installed"][name] == importlib.metadata.version(name)
-    assert found["installed"]["trl"] is None or isinstance(found["installed"]["trl"], str)
-    assert found["supported"]["torch"] == {"range": ">=2.11,<2.16", "known": True, "extra": None}
-    assert found["supported"]["deepspeed"]["extra"] == "deepspeed"
-    assert found["python"] == platform.python_version()
-    assert set(found["devices"]) == {"cores", "available_memory_bytes", "accelerators", "usable"}
-    assert found["devices"]["usable"] is None
-    assert found["uses"] == []
+    document = run_json(capsys)
+    assert list(document) == ["installed", "supported", "uses", "devices", "python", "platform"]
+    for name in (*LIBRARIES, "zerostart", "peft"):
+        assert document["installed"][name] == importlib.metadata.version(name)
+    assert document["installed"]["trl"] is None or isinstance(document["installed"]["trl"], str)
+    assert document["supported"]["torch"] == {"range": ">=2.11,<2.16", "known": True, "extra": None}
+    assert document["supported"]["deepspeed"]["extra"] == "deepspeed"
+    assert document["python"] == platform.python_version()
+    assert set(document["devices"]) == {"cores", "available_memory_bytes", "accelerators", "usable"}
+    assert document["devices"]["usable"] is None
+    assert document["uses"] == []
 
 
 def test_check_compares_the_libraries(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = document(capsys, "--check")
-    assert len(found["uses"]) > 50
-    assert {use["misfit"] for use in found["uses"]} == {""}
+    document = run_json(capsys, "--check")
+    assert len(document["uses"]) > 50
+    assert {use["misfit"] for use in document["uses"]} == {""}
     accelerators = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
-    assert found["devices"]["usable"] == accelerators
+    assert document["devices"]["usable"] == accelerators
     assert run(capsys, "--check")[1].startswith("zerostart works here: all ")
     monkeypatch.setattr(torch.nn.init, "_no_grad_trunc_normal_", lambda tensor: tensor)
     code, out, _ = run(capsys, "--check")

@@ -1,4 +1,4 @@
-"""``zerostart inspect``, run as a user runs it."""
+"""Test ``zerostart inspect``."""
 
 import json
 from pathlib import Path
@@ -7,10 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.cli.running import running
+from tests.cli.running import make_runner
 from tests.tiny import TinyCheckpoints
 
-run = running("inspect")
+run = make_runner("inspect")
 
 
 def test_json(checkpoints: TinyCheckpoints, capsys: pytest.CaptureFixture[str]) -> None:
@@ -29,15 +29,15 @@ def test_json(checkpoints: TinyCheckpoints, capsys: pytest.CaptureFixture[str]) 
     assert document["dtypes"]["BF16"]["tensors"] == len(expected)
     assert document["largest_tensor_bytes"] == max(tensor.nbytes for tensor in expected.values())
     assert expected[document["largest_tensor"]].nbytes == document["largest_tensor_bytes"]
-    for described in document["tensors"]:
-        assert described["dtype"] == "BF16"
-        with (folder / described["file"]).open("rb") as file:
-            file.seek(described["offset"])
-            data = file.read(described["nbytes"])
-        assert data == bytes(expected[described["name"]].flatten().view(torch.uint8).numpy())
+    for entry in document["tensors"]:
+        assert entry["dtype"] == "BF16"
+        with (folder / entry["file"]).open("rb") as file:
+            file.seek(entry["offset"])
+            data = file.read(entry["nbytes"])
+        assert data == bytes(expected[entry["name"]].flatten().view(torch.uint8).numpy())
 
 
-def test_names_are_not_markup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_are_printed_without_markup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_file({"[bold]x[/bold]": torch.zeros(2), "[/]": torch.zeros(1)}, tmp_path / "[red].safetensors")
     code, out, _ = run(capsys, str(tmp_path))
     assert code == 0

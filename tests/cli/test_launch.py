@@ -1,4 +1,4 @@
-"""The local launcher, with workers that import no torch."""
+"""Test the local launcher with workers that do not import torch."""
 
 import os
 import signal
@@ -23,19 +23,19 @@ rank = int(os.environ["RANK"])
 
 @pytest.fixture
 def worker(tmp_path):
-    """Writes a worker module from the body of its function and returns (module name, environment)."""
+    """Function that writes a worker module, and returns its name and environment."""
 
     def write(body):
         function = "def run(argv):\n" + textwrap.indent(textwrap.dedent(body), "    ")
         (tmp_path / "tiny_worker.py").write_text(f"{PRELUDE}\n{function}\n\nworker_main(run)\n")
-        # Before what there is already: the workers import the zerostart that this process does.
+        # The worker imports the same zerostart as this process.
         return "tiny_worker", {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
 
     return write
 
 
-def alive(pid):
-    """Whether a process runs (a zombie that waits for its new parent does not)."""
+def is_running(pid):
+    """Return True for a running process, False for a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -53,14 +53,14 @@ def test_results_and_environment(worker):
     assert results == [[["a", "b"], [str(r), str(r), "2", "2"], True, False, 0] for r in range(2)]
 
 
-def test_the_agreed_error_comes_back_by_type_and_text(worker, capfd):
+def test_an_error_of_all_ranks_keeps_type_and_text(worker, capfd):
     module, env = worker('raise CoverageError("a.weight is missing")')
     with pytest.raises(CoverageError, match=r"(?m)^a\.weight is missing$"):
         run_local_ranks(module, [], 2, env=env)
     assert capfd.readouterr().err == ""
 
 
-def test_the_cause_wins_over_its_echo(worker):
+def test_the_cause_wins_over_peer_errors(worker):
     module, env = worker("""
         if rank == 0:
             raise PeerError("rank 1 left")
@@ -71,7 +71,7 @@ def test_the_cause_wins_over_its_echo(worker):
         run_local_ranks(module, [], 2, env=env)
 
 
-def test_killed_rank(worker):
+def test_a_killed_rank_is_named(worker):
     module, env = worker("""
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -129,14 +129,14 @@ CLEAN_STOP = """
 
 
 @pytest.mark.slow
-def test_interrupt_is_forwarded_once_and_ranks_end_in_their_own_way(worker, tmp_path):
+def test_an_interrupt_is_forwarded_once_and_ranks_end_themselves(worker, tmp_path):
     _, env = worker(CLEAN_STOP)
     (tmp_path / "pids").mkdir()
     process, pids = start_launcher(env, str(tmp_path / "pids"))
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=20)
     assert (process.returncode, out.strip()) == (0, "[1, 1]"), err
-    assert not any(alive(pid) for pid in pids)
+    assert not any(is_running(pid) for pid in pids)
 
 
 @pytest.mark.slow
@@ -147,6 +147,6 @@ def test_no_rank_outlives_a_killed_launcher(worker, tmp_path):
     process.kill()
     process.communicate(timeout=20)
     deadline = time.monotonic() + 30
-    while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
+    while any(is_running(pid) for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert not any(alive(pid) for pid in pids)
+    assert not any(is_running(pid) for pid in pids)

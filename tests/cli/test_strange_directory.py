@@ -1,4 +1,4 @@
-"""Commands that start in a stranger's directory run none of the modules that lie there."""
+"""Commands import no module of the working directory."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 
 from tests.tiny import TinyCheckpoints
 
-HOSTILE = ("tempfile", "typing", "socket", "torch", "json")
+MODULES = ("tempfile", "typing", "socket", "torch", "json")
 
 
 @pytest.mark.parametrize(
@@ -26,15 +26,17 @@ HOSTILE = ("tempfile", "typing", "socket", "torch", "json")
 def test_no_module_of_the_working_directory_runs(
     command: list[str], checkpoints: TinyCheckpoints, tmp_path: Path
 ) -> None:
-    folder, ran = tmp_path / "strange", tmp_path / "ran"
+    folder, marker = tmp_path / "strange", tmp_path / "ran"
     folder.mkdir()
     for file in checkpoints("qwen3").iterdir():
         (folder / file.name).symlink_to(file)
-    for name in HOSTILE:
-        (folder / f"{name}.py").write_text(f"open({str(ran)!r}, 'a').write({name!r})\nraise SystemExit(7)\n")
+    for name in MODULES:
+        (folder / f"{name}.py").write_text(
+            f"open({str(marker)!r}, 'a').write({name!r})\nraise SystemExit(7)\n"
+        )
     zerostart = Path(sys.executable).with_name("zerostart")
-    done = subprocess.run(
+    result = subprocess.run(
         [zerostart, *command], cwd=folder, env=dict(os.environ), capture_output=True, text=True, timeout=300
     )
-    assert not ran.exists(), ran.read_text()
-    assert done.returncode == 0, done.stderr
+    assert not marker.exists(), marker.read_text()
+    assert result.returncode == 0, result.stderr

@@ -1,4 +1,4 @@
-"""``zerostart train`` from the outside: its own local ranks, ranks of another launcher, Ctrl-C, mistakes."""
+"""Test ``zerostart train`` in subprocesses: launchers, Ctrl-C, deaths and mistakes."""
 
 import json
 import os
@@ -19,7 +19,7 @@ ZEROSTART = [sys.executable, "-c", "from zerostart.cli import main; main()"]
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """A BERT without a head, as MiniLM is one, but tiny; with MiniLM's tokenizer."""
+    """A tiny BERT without a head, with MiniLM's tokenizer."""
     from transformers import AutoTokenizer, BertConfig, BertModel
 
     path = tmp_path_factory.mktemp("bert")
@@ -31,7 +31,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture
 def config(checkpoint, tmp_path):
-    """A masked-LM run, as small as it can be."""
+    """Configuration of a small masked-LM run."""
     values = {
         "model": {"source": str(checkpoint), "strict": False},
         "task": {
@@ -62,7 +62,7 @@ def start(*argv, **environment):
 
 
 @pytest.mark.slow
-def test_two_local_ranks_from_checkpoint_to_checkpoint(config, tmp_path):
+def test_two_local_ranks_train_and_save(config, tmp_path):
     process = start("train", config, "--nproc", 2, "train.accumulation=2")
     out, err = process.communicate(timeout=200)
     assert process.returncode == 0, err
@@ -76,8 +76,8 @@ def test_two_local_ranks_from_checkpoint_to_checkpoint(config, tmp_path):
 
 
 @pytest.mark.slow
-def test_joins_the_ranks_of_another_launcher_and_stops_cleanly(config, tmp_path):
-    """As torchrun would start it; one Ctrl-C ends the run after a step, saves, and the exit code is 0."""
+def test_a_run_of_another_launcher_stops_cleanly(config, tmp_path):
+    """Start like torchrun; one Ctrl-C ends the run after a step and saves."""
     import socket
 
     with socket.socket() as free:
@@ -103,22 +103,22 @@ def test_a_rank_that_dies_ends_the_run_with_one_line(config, tmp_path):
     process = start("train", config, "--nproc", 2, "engine.name=fsdp2", "train.steps=1000")
     for line in process.stdout:
         if line.startswith("step 1/"):
-            os.kill(rank_one(process.pid), signal.SIGKILL)
+            os.kill(find_rank_one(process.pid), signal.SIGKILL)
             break
-    began = time.monotonic()
+    start_time = time.monotonic()
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "error: rank 1 was killed by signal 9 (SIGKILL" in err
     assert "Traceback" not in err
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - start_time < 30
     assert not list((tmp_path / "out").glob("*.safetensors"))
 
 
-def rank_one(launcher):
+def find_rank_one(launcher):
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:
             environment = dict(part.split("=", 1) for part in path.read_text().split("\0") if "=" in part)
-        except (OSError, UnicodeDecodeError):  # gone, or not ours to read
+        except (OSError, UnicodeDecodeError):  # ended, or not readable
             continue
         if environment.get("ZEROSTART_LAUNCHER_PID") == str(launcher) and environment.get("RANK") == "1":
             return int(path.parent.name)

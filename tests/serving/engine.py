@@ -29,7 +29,7 @@ from zerostart import serving
 from zerostart.refit.vllm import VLLMWeights
 
 
-def configured(path: str, world: int, expert_parallel: bool) -> Any:
+def make_config(path: str, world: int, expert_parallel: bool) -> Any:
     return EngineArgs(
         model=path,
         enforce_eager=True,
@@ -41,7 +41,7 @@ def configured(path: str, world: int, expert_parallel: bool) -> Any:
     ).create_engine_config()
 
 
-def loaded(config: Any, path: str) -> nn.Module:
+def load_by_vllm(config: Any, path: str) -> nn.Module:
     """Return a model filled by vLLM's loader, not packed."""
     config = copy.copy(config)
     config.compilation_config = copy.deepcopy(config.compilation_config)
@@ -60,39 +60,39 @@ def loaded(config: Any, path: str) -> nn.Module:
     return model  # type: ignore[no-any-return]
 
 
-class Watched(VLLMWeights):
-    """Keep a copy of each filled layer before vLLM packs it."""
+class RecordingWeights(VLLMWeights):
+    """Weights that copy each filled layer before vLLM packs it."""
 
     def stages(self, filled: Any) -> Iterator[AbstractContextManager[Any]]:
         self.filled: dict[str, torch.Tensor] = {}
         for stage in super().stages(filled):
-            yield self._kept(stage)
+            yield self._record(stage)
 
     @contextmanager
-    def _kept(self, stage: AbstractContextManager[Any]) -> Iterator[Any]:
+    def _record(self, stage: AbstractContextManager[Any]) -> Iterator[Any]:
         with stage as tensors:
             yield tensors
             self.filled |= {name: tensor.clone() for name, tensor in tensors.items()}
 
 
-def served(job: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
+def run_job(job: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
     """Run two pushes into a model, and compare it with vLLM's own load."""
-    config = configured(job["checkpoint"], world, job["expert_parallel"])
+    config = make_config(job["checkpoint"], world, job["expert_parallel"])
     config.parallel_config.rank = rank
     os.environ["VLLM_DIST_IDENT"] = Path(job["rendezvous"]).name
     with set_current_vllm_config(config):
         init_distributed_environment(world, rank, f"file://{job['rendezvous']}", rank, "gloo")
         initialize_model_parallel(world, 1)
         try:
-            model = loaded(config, job["checkpoint"])
+            model = load_by_vllm(config, job["checkpoint"])
             process_weights_after_loading(model, config.model_config, torch.device("cpu"))
             packed = {name: t.data_ptr() for name, t in model.named_parameters()}
-            weights = Watched(model, config, "vLLM")
+            weights = RecordingWeights(model, config, "vLLM")
             with serving.Connection(
                 serving.Receiver(weights, name=f"worker-{rank}"), job["address"], timeout=120
             ) as connection:
                 version = [connection.follow(), connection.follow()][-1]
-            expected = dict(loaded(config, job["saved"]).named_parameters())
+            expected = dict(load_by_vllm(config, job["saved"]).named_parameters())
             differing = [
                 name
                 for name in weights.filled
@@ -103,7 +103,7 @@ def served(job: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
                 "differing": differing,
                 "compared": len(weights.filled.keys() & expected.keys()),
                 "left": sorted(expected.keys() - weights.filled.keys()),
-                # CUDA graphs would go on computing with the memory that there was.
+                # CUDA graphs would continue to use the old memory.
                 "moved": [n for n, t in model.named_parameters() if t.data_ptr() != packed[n]],
             }
         finally:
@@ -113,6 +113,5 @@ def served(job: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
 if __name__ == "__main__":
     number, count = int(sys.argv[1]), int(sys.argv[2])
     Path(sys.argv[3], f"ready-{number}").touch()
-    for place, each in enumerate(json.loads(Path(sys.argv[4]).read_text())):
-        actual = served(each, number, count)
-        Path(sys.argv[3], f"{place}-{number}.json").write_text(json.dumps(actual))
+    for index, job in enumerate(json.loads(Path(sys.argv[4]).read_text())):
+        Path(sys.argv[3], f"{index}-{number}.json").write_text(json.dumps(run_job(job, number, count)))

