@@ -623,12 +623,12 @@ def diffusion_from_yaml(path: Path, folder: Path, size: int, engine: str) -> Res
 ADOPTED = """
 import json, os, sys
 from pathlib import Path
-from tests.accelerator.scenes import adopted
+from tests.accelerator.scenes import run_script
 from tests.integrations import scripts
 path, out, library, kind, adopt = json.loads(sys.argv[1])
 stages = {"zero2": {"zero_optimization": {"stage": 2}}, "zero3": {}}
 launched = scripts.fsdp2() if kind == "fsdp2" else scripts.zero3(Path(out, "config"), **stages[kind])
-found = adopted(Path(path), Path(out), library, launched, adopt)
+found = run_script(Path(path), Path(out), library, launched, adopt)
 if os.environ["RANK"] == "0":
     Path(out, "found.json").write_text(json.dumps({key: found[key] for key in ("losses", "norms")}))
 """
