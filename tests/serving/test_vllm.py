@@ -203,6 +203,23 @@ def _request(address: str, route: str, body: dict[str, Any] | None = None) -> di
     return json.loads(text) if text else {}
 
 
+def _send_by_the_trainer_factory(path: Path, address: str) -> None:
+    from vllm.distributed import weight_transfer
+
+    source = zerostart.weight_source(zerostart.load(path, engine="fsdp2", progress=False))
+    assert isinstance(source, weight_transfer.WeightSource)
+    groups = [name for names, _ in source.iter_groups() for name in names]
+    assert groups == [meta.name for meta in source.metadata()]
+
+    from zerostart.refit.vllm_engine import TrainerInit
+
+    trainer = weight_transfer.WeightTransferTrainerFactory.trainer_init(
+        TrainerInit(rank=0), client=weight_transfer.HTTPVLLMWeightSyncClient(address), source=source
+    )
+    trainer.send_weights()
+    trainer.shutdown()
+
+
 def test_a_server_loads_weights_and_reports_their_version(tmp_path: Path) -> None:
     if not entry_points(group="vllm.general_plugins", name="zerostart"):
         pytest.skip("zerostart was installed before vLLM could find it: install it again")
@@ -237,6 +254,10 @@ def test_a_server_loads_weights_and_reports_their_version(tmp_path: Path) -> Non
             (answer,) = _request(address, "v1/completions", completion)["choices"]
         assert answer["token_ids"] == greedy(after, PROMPT, 12)
         assert _request(address, "weight_info") == {"weight_version": "2"}
+        _send_by_the_trainer_factory(before, address)
+        _request(address, "reset_prefix_cache", {})
+        (answer,) = _request(address, "v1/completions", completion)["choices"]
+        assert answer["token_ids"] == greedy(before, PROMPT, 12)
     finally:
         server.terminate()
         server.wait(60)

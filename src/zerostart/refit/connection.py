@@ -104,6 +104,7 @@ class Connection:
             self._send("refused", {"why": f"{type(error).__name__}: {error}"})
             raise
         self._send("wants", {"rows": self._plan.wants.rows.tolist()})
+        self._channel.receive("joined", deadline=time.monotonic() + self._timeout)
 
     def _fill(self, version: int, sums: Any) -> int:
         assert self._image is not None, "not closed"

@@ -83,20 +83,23 @@ class WorkerServer:
             call = _Call(
                 lambda: driver.join(self.address, self._timeout), "the engine's workers could not connect"
             )
-            self.wait_for(driver.workers, call.check)
-            call.wait(self._timeout)
+            self.wait_for(driver.workers or 1, call)
+            call.check()
+            self._count = len(self._workers)
 
-    def wait_for(self, count: int, check: Callable[[], None] = lambda: None) -> None:
-        """Wait until ``count`` workers are connected.
+    def wait_for(self, count: int, call: _Call | None = None) -> None:
+        """Wait until at least ``count`` workers are connected, and all that ``call`` has started.
 
-        Raises PeerError after the timeout, and ConversionError if a worker cannot load the image.
+        Raises PeerError after the timeout or if ``call`` fails, and ConversionError if a worker cannot load
+        the image.
         """
         deadline = time.monotonic() + self._timeout
         with self._changed:
-            while len(self._workers) < count:
+            while len(self._workers) < count or (call and call.is_running):
                 if self._refused:
                     raise ConversionError(self._refused.pop())
-                check()
+                if call:
+                    call.check()
                 if time.monotonic() > deadline:
                     names = ", ".join(sorted(worker.name for worker in self._workers))
                     raise PeerError(
@@ -109,7 +112,7 @@ class WorkerServer:
         """Return the workers; raise PeerError if one has died since the last call."""
         if self._driver is None:
             self.wait_for(self._count)
-            self._count = 1
+            self._count = 1  # later pushes use the workers that are left
         with self._changed:
             closed = [worker for worker in self._workers if worker.channel.is_lost]
             workers = [worker for worker in self._workers if worker not in closed]
@@ -122,10 +125,10 @@ class WorkerServer:
                 f"{', '.join(sorted(dead))} died, or stopped answering, since the last push; nothing was "
                 "pushed. Push again: the next push uses the workers that are connected"
             )
-        if self._driver is not None and len(workers) < self._driver.workers:
+        if self._driver is not None and len(workers) < self._count:
             # A push to some workers only would leave one engine with two versions.
             raise PeerError(
-                f"{len(workers)} of the engine's {self._driver.workers} workers are connected; nothing was "
+                f"{len(workers)} of the engine's {self._count} workers are connected; nothing was "
                 "pushed: call zerostart.refit again to reconnect the engine"
             )
         return workers
@@ -229,6 +232,8 @@ class WorkerServer:
             worker = Worker(name, channel, ByteSet.of(answer.body["rows"]))
             if worker.wants.end > self._image.nbytes or self._is_closing:
                 raise PeerError(f"worker {name} asks for bytes outside the image, or the refit is closed")
+            # Under the lock: the worker's join may end now, and whoever waits for it counts the workers.
+            channel.send("joined", {}, deadline=deadline)
             self._workers.append(worker)
 
 
@@ -241,6 +246,10 @@ class _Call:
         self._thread = threading.Thread(target=self._run, name="zerostart-refit-engine", daemon=True)
         self._thread.start()
 
+    @property
+    def is_running(self) -> bool:
+        return self._thread.is_alive()
+
     def check(self) -> None:
         """Raise PeerError if the call has failed."""
         if self._error is not None:
@@ -249,7 +258,7 @@ class _Call:
     def wait(self, timeout: float) -> None:
         """Wait for the call; raise PeerError if it fails or exceeds ``timeout``."""
         self._thread.join(timeout)
-        if self._thread.is_alive():
+        if self.is_running:
             raise PeerError(f"{self.message}: it has not returned within {timeout:.0f} s")
         self.check()
 

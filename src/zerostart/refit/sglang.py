@@ -57,7 +57,7 @@ class SGLangDriver:
         """Raise ConfigError for an engine that cannot load pushed weights."""
         self._server, self._engine, self.in_process = server, engine, server is None
         self._tensor_parallel = int(info["tp_size"])
-        self.workers = self._tensor_parallel * int(info.get("pp_size") or 1)
+        self.workers: int | None = self._tensor_parallel * int(info.get("pp_size") or 1)
         if LOADER not in (info.get("custom_weight_loader") or ()):
             raise ConfigError(
                 "this SGLang does not know zerostart's loader: make it with "

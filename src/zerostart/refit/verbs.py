@@ -86,8 +86,9 @@ def weight_source(
 ) -> WeightSource:
     """Stream the checkpoint of ``model`` as whole tensors, for engines that need whole tensors.
 
-    The result is a ``WeightSource`` of vLLM's trainer side: ``metadata()`` (name, dtype and whole shape of
-    each tensor, in order), ``held_names()``, and iteration over ``(name, tensor)``. Each iteration is
+    The result has ``metadata()`` (name, dtype and whole shape of each tensor, in order) and iterates over
+    ``(name, tensor)``. If vLLM is imported, it is a ``WeightSource`` for any backend of vLLM's
+    ``WeightTransferTrainerFactory``, and the backend ``zerostart`` is registered there. Each iteration is
     collective: every rank must run it to its end. Names and tensors are those that ``save`` writes: single
     experts, merged adapters. A rank needs about 100 MiB in addition to the current tensor. ``refit`` moves
     fewer bytes.
@@ -119,8 +120,9 @@ def weight_source(
 
     with current_world().phase("arguments"):
         from zerostart.loading.request import dtype_of
+        from zerostart.refit import vllm
         from zerostart.refit.pushes import RefitSettings
-        from zerostart.refit.within import WeightSource
 
         settings = RefitSettings(dtype=dtype_of(dtype), merge_adapters=merge_adapters)
-    return WeightSource(model, rank, settings)
+        source = vllm.source_class()
+    return source(model, rank, settings)

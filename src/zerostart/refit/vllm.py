@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from zerostart.errors import ConfigError, PeerError
 from zerostart.refit.connection import EngineWorker, get_worker
 from zerostart.refit.receiver import Load, Receiver, Stages
 from zerostart.refit.wire import Server
+from zerostart.refit.within import WeightSource
 from zerostart.upstream.vllm import reload
 from zerostart.upstream.vllm.reload import Layer
 
@@ -33,13 +35,25 @@ _CONFIG = f'{{"backend": "{BACKEND}"}}'
 
 
 def register() -> None:
-    """Register the engine with vLLM in this process; vLLM imports it on first use."""
-    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+    """Register both sides of the engine with vLLM in this process; vLLM imports them on first use."""
+    from vllm.distributed import weight_transfer
 
-    try:
-        WeightTransferEngineFactory.register_engine(BACKEND, "zerostart.refit.vllm_engine", "WeightTransfer")
-    except ValueError as error:  # vLLM runs plugins more than once in a process
-        logger.debug("%s", error)
+    for side, engine in (("Engine", "WeightTransfer"), ("Trainer", "TrainerTransfer")):
+        factory = getattr(weight_transfer, f"WeightTransfer{side}Factory")
+        try:
+            factory.register_engine(BACKEND, "zerostart.refit.vllm_engine", engine)
+        except ValueError as error:  # vLLM runs plugins more than once in a process
+            logger.debug("%s", error)
+
+
+def source_class() -> type[WeightSource]:
+    """Return the class of sources; in a process that has imported vLLM, vLLM's as well."""
+    if "vllm.distributed.weight_transfer" not in sys.modules:
+        return WeightSource
+    from zerostart.refit.vllm_engine import Source
+
+    register()
+    return Source
 
 
 def driver_of(target: object) -> VLLMDriver | None:
@@ -54,10 +68,12 @@ def driver_of(target: object) -> VLLMDriver | None:
 class VLLMDriver:
     """Driver of a vLLM server."""
 
+    #: Those that have connected when ``join`` returns.
+    workers: int | None = None
+
     def __init__(self, address: str) -> None:
         remedy = f"start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config '{_CONFIG}'"
         self._server = Server(address, remedy)
-        self.workers = int(self._server.call("get_world_size", timeout=ANSWER_TIMEOUT_S)["world_size"])
 
     def join(self, address: str, timeout: float) -> None:
         self._call("init_weight_transfer_engine", init_info={"address": address, "timeout": timeout})
@@ -89,6 +105,19 @@ class VLLMDriver:
     def _call(self, name: str, **body: Any) -> Any:
         timeout = ANSWER_TIMEOUT_S if name.startswith("shutdown") else None
         return self._server.call(name, body, timeout)
+
+
+class ClientDriver(VLLMDriver):
+    """Driver of the vLLM behind a ``VLLMWeightSyncClient``."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    def served(self, version: int) -> None:
+        """Do nothing: vLLM's trainer side leaves the prefix cache to its caller."""
+
+    def _call(self, name: str, **body: Any) -> Any:
+        return getattr(self._client, name)(*body.values())
 
 
 class EngineDriver(VLLMDriver):

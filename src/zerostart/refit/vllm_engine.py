@@ -1,17 +1,26 @@
-"""Engine that vLLM's ``WeightTransferEngineFactory`` creates for ``{"backend": "zerostart"}``.
+"""Both sides of the engine ``zerostart`` for vLLM's weight transfer.
 
-vLLM imports this module in its workers; ``vllm.distributed.weight_transfer.base`` documents the calls. Layers
-are prepared and packed while they are filled, so an update needs no start and no end.
+vLLM imports this module on first use; ``vllm.distributed.weight_transfer.base`` documents the calls. A worker
+prepares and packs layers while they are filled, so an update needs no start and no end.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
-from vllm.distributed.weight_transfer.base import WeightTransferEngine
+from vllm.distributed.weight_transfer.base import (
+    TrainerInitInfo,
+    TrainerWeightTransferEngine,
+    WeightTransferEngine,
+)
+from vllm.distributed.weight_transfer.base import WeightSource as VLLMSource
 
-from zerostart.refit.vllm import JoinInfo, PushInfo, engine_worker
+from zerostart.errors import ConfigError
+from zerostart.refit.refitter import Refitter
+from zerostart.refit.vllm import BACKEND, ClientDriver, JoinInfo, PushInfo, engine_worker
+from zerostart.refit.within import WeightSource
 
 
 class WeightTransfer(WeightTransferEngine):  # type: ignore[misc]  # the base is untyped
@@ -43,3 +52,41 @@ class WeightTransfer(WeightTransferEngine):  # type: ignore[misc]  # the base is
     def shutdown(self) -> None:
         """Close the connection."""
         self._worker.leave()
+
+
+class Source(WeightSource, VLLMSource):  # type: ignore[misc]  # the base is untyped
+    """Weights of a model for any of vLLM's trainer engines."""
+
+
+@dataclass
+class TrainerInit(TrainerInitInfo):  # type: ignore[misc]  # the base is untyped
+    """Arguments of the trainer side: ``rank``, of the process group of all trainer ranks."""
+
+    backend: ClassVar[str] = BACKEND
+
+
+class TrainerTransfer(TrainerWeightTransferEngine):  # type: ignore[misc]  # the base is untyped
+    """Pushes the weights of a ``zerostart.weight_source`` to vLLM's workers on this machine."""
+
+    init_info_cls = TrainerInit
+
+    @classmethod
+    def trainer_init(cls, init_info: TrainerInit, *, client: Any, source: Any = None) -> TrainerTransfer:
+        """Connect with the workers; collective. Raises ZerostartError."""
+        if not isinstance(source, WeightSource):
+            raise ConfigError(
+                f"source is a {type(source).__name__}: the backend {BACKEND!r} sends the shards of a model; "
+                "pass source=zerostart.weight_source(model)"
+            )
+        engine = cls(client=client, source=source, is_sender=init_info.is_sender)
+        target = ClientDriver(client) if init_info.is_sender else None
+        engine._refitter = Refitter(source.model, target, source.settings)
+        return engine
+
+    def send_weights(self) -> None:
+        """Push the current weights; collective. Raises the errors of ``Refitter.push``."""
+        self._refitter.push()
+
+    def shutdown(self) -> None:
+        """Close the connection with the workers."""
+        self._refitter.close()

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 from zerostart.errors import ConfigError, PeerError
 
 #: Version of the message format; trainer and worker must have the same.
-PROTOCOL = 3
+PROTOCOL = 4
 #: Maximum length of the kind of a message, in bytes.
 MAX_KIND_BYTES = 32
 #: Seconds between two calls of ``check`` during a wait.
@@ -187,8 +187,8 @@ class Driver(Protocol):
     ``served``.
     """
 
-    #: Number of workers that connect.
-    workers: int
+    #: Number of workers that connect; None means those that have connected when ``join`` returns.
+    workers: int | None
 
     def join(self, address: str, timeout: float) -> None:
         """Let the workers connect to ``address``; return when they have."""

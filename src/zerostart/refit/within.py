@@ -356,7 +356,7 @@ class WeightSource:
         self._world = world = current_world()
         if rank is not None and not 0 <= rank < world.size:
             raise ConfigError(f"rank={rank} is not one of the {world.size} ranks")
-        self._model, self._settings = model, settings
+        self.model, self.settings = model, settings
         self._targets = range(world.size) if rank is None else (rank,)
         self._image = prepare_model(model, settings, world).image
 
@@ -366,15 +366,11 @@ class WeightSource:
             Target(name, tuple(shape), torch_dtype(dtype, name)) for name, dtype, shape in self._image.entries
         ]
 
-    def held_names(self) -> None:
-        """Return None: the ranks that yield tensors yield all of them."""
-        return
-
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the current weights; collective, to the end."""
         world, image = self._world, self._image
         with world.phase("giving whole tensors of the checkpoint"):
-            ready = prepare_model(self._model, self._settings, world)
+            ready = prepare_model(self.model, self.settings, world)
             if ready.image.entries != image.entries:
                 raise ConfigError(
                     "the model's tensors have changed since weight_source was called; call it again"
