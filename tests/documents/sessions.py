@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from tests.documents.blocks import REPOSITORY
 
+DRY_RUN = "--dry-run --quiet --no-deps --no-index --no-build-isolation --disable-pip-version-check"
 #: Text in commands and files, and its replacement when they are run.
 SUBSTITUTIONS: Mapping[str, str] = {
     # Synopses.
@@ -16,8 +17,13 @@ SUBSTITUTIONS: Mapping[str, str] = {
         "zerostart config wan OUT.yaml --zero-stage 2 --lora"
     ),
     "CONFIG.yaml [KEY=VALUE ...] [--nproc N]": "CONFIG.yaml --nproc 1",
+    # The package and the demo of this checkout, without downloads.
+    "pip install .": f"pip install {DRY_RUN} {REPOSITORY}",
+    'pip install ".[deepspeed]"': f"pip install {DRY_RUN} '{REPOSITORY}[deepspeed]'",
+    "make demo": f"make -C {REPOSITORY} -o .venv/installed demo ENGINE=fsdp2 OUT=$PWD/demo",
+    "make test": f"make -C {REPOSITORY} -o .venv/installed -n test",
     # Few ranks, for small machines.
-    "--nproc-per-node 8": "--nproc-per-node 2",
+    "torchrun --nproc-per-node 8": "torchrun --standalone --nproc-per-node 2",
     "--nproc 8": "--nproc 2",
     "num_processes: 8": "num_processes: 2",
     "--world-size 1024 --rank 700": "--world-size 4 --rank 3",
@@ -60,6 +66,26 @@ media: {source: pictures/metadata.csv, height: 16, width: 16}
 cache: {directory: cache/pictures}
 train: {steps: 1}
 output: {directory: out}
+"""
+TRAINER_SCRIPT = """\
+import sys
+from transformers import AutoModelForCausalLM, HfArgumentParser, Trainer, TrainingArguments
+fixed = ["--max_steps", "1", "--save_strategy", "no", "--report_to", "none"]
+(arguments,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(sys.argv[1:] + fixed)
+model = AutoModelForCausalLM.from_pretrained("CHECKPOINT")
+rows = [{"input_ids": list(range(8)), "labels": list(range(8))}] * 4
+Trainer(model, arguments, train_dataset=rows).train()
+"""
+EXPERTS_SCRIPT = """\
+from transformers import AutoModelForCausalLM, HfArgumentParser, TrainingArguments
+from transformers.distributed import DistributedConfig
+(arguments,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
+AutoModelForCausalLM.from_pretrained(
+    "Qwen/Qwen3-30B-A3B", distributed_config=DistributedConfig(enable_expert_parallel=True)
+)
+"""
+DEEPSPEED_CONFIG = """\
+{"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": "auto", "train_batch_size": "auto"}
 """
 ZERO_THREE = """\
 distributed_type: DEEPSPEED
@@ -109,8 +135,9 @@ SESSIONS = (
     Session(
         "README.md",
         {"CHECKPOINT": "text:qwen3"},
-        {"train.py": LOAD_SCRIPT, "zero3.yaml": ZERO_THREE, "ds_zero3.json": "{}"},
+        {"train.py": TRAINER_SCRIPT, "zero3.yaml": ZERO_THREE, "ds_zero3.json": DEEPSPEED_CONFIG},
     ),
+    Session("docs/index.md", CHECKPOINT, {"train.py": TRAINER_SCRIPT, "ds_zero3.json": DEEPSPEED_CONFIG}),
     Session(
         "docs/adoption.md",
         CHECKPOINT,
@@ -129,6 +156,7 @@ SESSIONS = (
     ),
     Session("docs/examples.md", files={"nodes.py": NODES}),
     Session("docs/forecast.md", MIXTURE),
+    Session("docs/why.md", MIXTURE),
     Session("docs/parallelism.md", MIXTURE),
     Session("docs/parallelism.md", MIXTURE),
     Session("docs/training.md", CHECKPOINT, {"CONFIG.yaml": TRAIN_CONFIG}),
@@ -139,8 +167,21 @@ SESSIONS = (
         {"script.py": LOAD_SCRIPT.replace("CHECKPOINT", "Qwen/Qwen3-0.6B"), "zero3.yaml": ZERO_THREE},
         python=True,
     ),
-    Session("docs/tutorials/experts.md", MIXTURE, python=True),
-    Session("docs/tutorials/existing-script.md", QWEN, python=True),
+    Session(
+        "docs/tutorials/experts.md",
+        MIXTURE,
+        {"train.py": EXPERTS_SCRIPT, "ds_zero3.json": DEEPSPEED_CONFIG},
+        python=True,
+    ),
+    Session(
+        "docs/tutorials/existing-script.md",
+        QWEN,
+        {
+            "train.py": TRAINER_SCRIPT.replace("CHECKPOINT", "Qwen/Qwen3-0.6B"),
+            "ds_zero3.json": DEEPSPEED_CONFIG,
+        },
+        python=True,
+    ),
     Session(
         "docs/tutorials/own-module.md",
         files={"write.py": WRITE_ORIGINAL},

@@ -66,4 +66,6 @@ def run(command: str, folder: Path, place: str, code: int = 0) -> None:
     environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     name = f"{place}: {command}"
     print(name)
-    run_command(["bash", "-ec", command], folder, environment, seconds=SECONDS, name=name, code=code)
+    output = run_command(["bash", "-ec", command], folder, environment, seconds=SECONDS, name=name, code=code)
+    if " -m zerostart " in command and not code:
+        assert "loaded in shards" in output, f"{name}\n{output[-4000:]}"
