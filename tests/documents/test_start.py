@@ -54,3 +54,12 @@ def test_chinese_pages_have_the_same_code(name):
         ]
 
     assert code(TRANSLATED) == code(DOCS)
+
+
+def test_readme_has_the_count_of_the_conformance_page():
+    page = (DOCS / "generated/conformance.md").read_text(encoding="utf-8")
+    covered, families = re.findall(r"(\d+) (?:identifiers|families) are covered, 0 of them wrong", page)
+    assert (
+        f"{covered} model types and classes of transformers and {families} original diffusers layouts"
+        in README
+    )
