@@ -31,6 +31,7 @@ SUBSTITUTIONS: Mapping[str, str] = {
     "mixed_precision: bf16": "mixed_precision: 'no'",
     # Two jobs on one machine cannot share a launcher's default port.
     "torchrun --nproc": "torchrun --standalone --nproc",
+    "deepspeed --num_gpus 8": "DS_ACCELERATOR=cpu deepspeed --num_gpus 2 --master_port $((20000 + RANDOM))",
     "accelerate launch --config_file": "accelerate launch --main_process_port 0 --config_file",
     # The tiny model has five experts: at two a rank, a fourth rank would have none.
     "--expert-parallel 4": "--expert-parallel 2",

@@ -67,5 +67,5 @@ def run(command: str, folder: Path, place: str, code: int = 0) -> None:
     name = f"{place}: {command}"
     print(name)
     output = run_command(["bash", "-ec", command], folder, environment, seconds=SECONDS, name=name, code=code)
-    if " -m zerostart " in command and not code:
+    if re.search(r" (-m|--module) zerostart ", command) and not code:
         assert "loaded in shards" in output, f"{name}\n{output[-4000:]}"
