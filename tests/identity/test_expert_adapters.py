@@ -1,5 +1,6 @@
 """LoRA on experts that ranks share trains as in one process, and is saved in PEFT's format."""
 
+import json
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import zerostart
@@ -14,8 +16,11 @@ from tests.identity.parallel import Layout, Training, choose_parts
 from tests.identity.test_parallel import MODELS
 from tests.parity import STEPS, Trace, batches, checkpoint, differences, train_in_one_process
 from tests.ranks import run_ranks
+from zerostart.errors import ConfigError
 
 PARTS = "expert adapters"
+#: Number of experts, and Mixtral's names of the projections.
+EXPERTS, MIXTRAL = 8, ("w1", "w3", "w2")
 FSDP2 = partial(Layout, "fsdp2")
 #: Five steps of AdamW turn the rounding of small gradients of DeepSeek's last factors into more.
 TOLERANCE = {"deepseek_v3": 3e-5}
@@ -81,6 +86,11 @@ def train(
     zerostart.save(training.engine, out / "adapter", adapters_only=True)
     zerostart.save(training.engine, out / "merged", merge_adapters=True)
     training.model.save_pretrained(out / "by PEFT")
+    if Path(path).name == "gpt_oss":
+        with pytest.raises(ConfigError, match="no names for single experts in the checkpoint"):
+            zerostart.save(training.engine, out / "experts", adapters_only=True, per_expert=True)
+    else:
+        zerostart.save(training.engine, out / "experts", adapters_only=True, per_expert=True)
     training.close()
     return start, trace
 
@@ -110,9 +120,39 @@ def test_adapters_train_as_in_one_process(
         for key, tensor in adapters_of(adapted).items():
             assert torch.equal(tensor, found.weights[key])
         logits.append(adapted(input_ids=tokens).logits)
+    if kind != "gpt_oss":
+        assert_one_by_one(tmp_path / "experts", tmp_path / "adapter", kind)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert torch.equal(logits[0], logits[1])
     torch.testing.assert_close(merged(input_ids=tokens).logits, logits[0], atol=1e-5, rtol=1e-5)
+
+
+def assert_one_by_one(experts: Path, fused: Path, kind: str) -> None:
+    """Compare each expert's factors with what vLLM makes of PEFT's (``_stack_moe_lora_weights``)."""
+    single = load_file(experts / "adapter_model.safetensors")
+    together = load_file(fused / "adapter_model.safetensors")
+    config = json.loads((experts / "adapter_config.json").read_text())
+    projections = MIXTRAL if kind == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+    assert set(projections) < set(config["target_modules"])
+    assert config["target_parameters"] is None
+    layers = [name.partition(".experts.")[0] for name in together if ".experts.lora_A" in name]
+    for layer in layers:
+        gate_up_a, gate_up_b, down_a, down_b = (
+            together.pop(f"{layer}.experts.{path}lora_{factor}.weight")
+            for path in ("base_layer.", "")
+            for factor in "AB"
+        )
+        a, down_a = (factor.reshape(EXPERTS, -1, factor.shape[1]) for factor in (gate_up_a, down_a))
+        b, down_b = (factor.reshape(factor.shape[0], -1, EXPERTS) for factor in (gate_up_b, down_b))
+        gate_b, up_b = b.chunk(2, dim=0)
+        named = layer.replace("mlp", "block_sparse_moe") if kind == "mixtral" else layer
+        for e in range(EXPERTS):
+            for name, expected in zip(projections, ((a, gate_b), (a, up_b), (down_a, down_b)), strict=True):
+                stem = f"{named}.experts.{e}.{name}"
+                assert torch.equal(single.pop(f"{stem}.lora_A.weight"), expected[0][e])
+                assert torch.equal(single.pop(f"{stem}.lora_B.weight"), expected[1][:, :, e])
+    assert layers
+    assert single.keys() == together.keys()
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,7 @@ def save(
     adapters_only: bool = False,
     merge_adapters: bool = False,
     *,
+    per_expert: bool = False,
     memory_limit: int | None = None,
     push_to_hub: str | None = None,
     hub_private: bool | None = None,
@@ -144,6 +145,8 @@ def save(
         adapters_only: save only PEFT's adapters, in PEFT's format.
         merge_adapters: save the model with LoRA adapters merged into its weights, as ``merge_and_unload``
             does. The model itself is unchanged.
+        per_expert: with ``adapters_only``, save the adapters of experts one by one, under the checkpoint's
+            names, as vLLM and SGLang load them.
         memory_limit: maximum bytes that a rank allocates in addition to its shards; None: 32 MiB. Factors of
             merged adapters are not counted.
         push_to_hub: id of a hub repository, such as ``"me/my-model"``. Rank 0 uploads the saved files, with a
@@ -170,12 +173,15 @@ def save(
     with current_world().phase("arguments"):
         from zerostart.checkpoint.paths import scheme_of
         from zerostart.loading.request import dtype_of
+        from zerostart.state.saving.adapters import AdapterFormat
         from zerostart.state.saving.save import SaveRequest, save_model
 
         if hub_private is not None and push_to_hub is None:
             raise ConfigError("hub_private needs push_to_hub: name a repository there")
         if push_to_hub is not None and scheme_of(path):
             raise ConfigError(f"push_to_hub uploads files of a directory, and not {path}; save to one first")
+        if per_expert and not adapters_only:
+            raise ConfigError("per_expert=True is about adapters; pass adapters_only=True, too")
         request = SaveRequest(
             model,
             max_shard_size,
@@ -184,6 +190,7 @@ def save(
             adapters_only,
             merge_adapters,
             memory_limit,
+            adapter_format=AdapterFormat(per_expert=per_expert),
         )
     report = save_model(request, path)
     if push_to_hub is not None:

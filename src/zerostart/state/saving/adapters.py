@@ -14,13 +14,15 @@ from torch import nn
 
 from zerostart.distributed.world import current_world
 from zerostart.engines import Shard, whole_shard
+from zerostart.engines.shard import plain_name
 from zerostart.errors import ConfigError
+from zerostart.geometry import Piece, simplify
 from zerostart.geometry.layout import Layout
 from zerostart.live.full_tensors import gather_tensor
-from zerostart.live.model import LogicalTensor, inner_module
-from zerostart.recipe import spelling
+from zerostart.live.model import LogicalTensor, find_loaded_parts, inner_module
+from zerostart.recipe import Recipe, Target, spelling
 from zerostart.state.saving.contents import Contents
-from zerostart.state.saving.writing import describe_share
+from zerostart.state.saving.writing import Outgoing, describe_share
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,8 @@ class AdapterFormat:
     metadata: Callable[[Any], dict[str, str] | None] = lambda config: None
     #: True if PEFT's configuration is written next to the file.
     configured: bool = True
+    #: True if factors of experts are stored one by one, under the names of the checkpoint's experts.
+    per_expert: bool = False
     #: True if the second factor includes the scale, which the file does not record.
     folded: bool = False
 
@@ -61,12 +65,18 @@ class Adapted:
         """PEFT's configurations by the adapters' names."""
         return dict(self.model.peft_config)
 
-    def save_config(self, adapter: str, directory: Path) -> None:
+    def save_config(self, adapter: str, directory: Path, per_expert: bool) -> None:
         base: Any = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
         config = copy.deepcopy(self.peft_config[adapter])
         if config.base_model_name_or_path is None:
             config.base_model_name_or_path = base.__dict__.get("name_or_path") or None
         config.inference_mode = True
+        if per_expert:
+            parts = (part for parts in _find_projections(self.model).values() for part in parts)
+            names = {part.experts[0].rpartition(".")[2] for part in parts}
+            config.target_parameters = None
+            if not isinstance(config.target_modules, str):  # a pattern, which engines do not read
+                config.target_modules = names.union(config.target_modules or ())
         mapping = None
         if config.task_type is None:
             mapping = {
@@ -196,6 +206,7 @@ def _describe_contents(
             )
         chosen_shards[adapted.prefix + name] = shard
     contents = Contents()
+    projections = _find_projections(adapted.model) if written_as.per_expert else {}
     # Scale only one factor of the product.
     times = _uniform_scale(config, adapter) if written_as.folded else 1.0
     for name, shard in chosen_shards.items():
@@ -205,6 +216,11 @@ def _describe_contents(
                 "other entries; save it in PEFT's format"
             )
         stored = written_as.renamed(name if written_as.prefixed else name.removeprefix(PEFT_PREFIX))
+        layer = name.removeprefix(adapted.prefix).rpartition(".lora_")[0]
+        for projection in projections.get(layer, ()):
+            _add_projection(contents, projection, name, shard, dtype or shard.storage.dtype)
+        if layer in projections:
+            continue
         floating = dtype is not None and shard.storage.dtype.is_floating_point
         stored_dtype = dtype if floating and dtype is not None else shard.storage.dtype
         contents.entries.append((stored, spelling(stored_dtype), shard.layout.shape))
@@ -213,6 +229,70 @@ def _describe_contents(
             outgoing = replace(outgoing, change=lambda _, data: (data.float() * times).to(data.dtype))
         contents.outgoing.append(outgoing)
     return contents
+
+
+@dataclass(frozen=True)
+class _Projection:
+    """A part of a parameter of experts that the checkpoint stores for each expert."""
+
+    #: Names of the experts' modules in the checkpoint.
+    experts: tuple[str, ...]
+    #: First output of the part in the parameter, and number of outputs.
+    first: int
+    count: int
+
+
+def _find_projections(model: nn.Module) -> dict[str, list[_Projection]]:
+    """Return the parts of each parameter with adapters of experts, by the path of PEFT's layer.
+
+    Raises ConfigError for a checkpoint that stores all experts together.
+    """
+    projections = {}
+    for prefix, part, record in find_loaded_parts(model):
+        for path, layer in _find_instances(part, _LAYER):
+            name = plain_name(f"{path}.{getattr(layer, 'parameter_name', '')}")
+            recipe = record.recipes.get(name)
+            if recipe is None or len(recipe.target.shape) != 3:
+                continue
+            experts = recipe.target.shape[0]
+            if any(
+                len(piece.source) != experts or piece.extent[2] != recipe.target.shape[2]
+                for piece in recipe.pieces
+            ):
+                raise ConfigError(
+                    f"{name} has no names for single experts in the checkpoint, so its adapters have none; "
+                    "leave per_expert out: engines load PEFT's format for this model"
+                )
+            projections[prefix + path] = [
+                _Projection(
+                    tuple(str(source).removesuffix(".weight") for source in piece.source),
+                    piece.origin[1],
+                    piece.extent[1],
+                )
+                for piece in recipe.pieces
+            ]
+    return projections
+
+
+def _add_projection(
+    contents: Contents, projection: _Projection, name: str, shard: Shard, dtype: torch.dtype
+) -> None:
+    """Add the tensors of all experts from the factor ``name`` of all outputs."""
+    factor, experts = name.rpartition(".lora_")[2], projection.experts
+    files = tuple(f"{PEFT_PREFIX}{expert}.lora_{factor}" for expert in experts)
+    rows, columns = shard.layout.shape
+    if factor.startswith("A"):
+        shape = rows // len(experts), columns
+        unit = prod(shape)
+        axes = simplify(((len(experts), unit), (shape[0], columns)), unit), simplify(((columns, 1),))
+        piece = Piece((0, 0), axes, files, unit, 0)
+    else:
+        shape = projection.count, columns // len(experts)
+        unit = prod(shape)
+        axes = simplify((shape,)), simplify(((shape[1], 1), (len(experts), unit)), unit)
+        piece = Piece((projection.first, 0), axes, files, unit, 0)
+    contents.entries += [(file, spelling(dtype), shape) for file in files]
+    contents.outgoing.append(Outgoing(Recipe(Target(name, shard.layout.shape, dtype), (piece,)), shard))
 
 
 def _uniform_scale(config: Any, adapter: str) -> float:

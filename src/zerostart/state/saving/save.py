@@ -221,7 +221,7 @@ def _save_adapters(
         )
         with publication.open_phase(world, "saving the adapter's configuration"):
             if world.rank == 0 and written_as.configured:
-                adapted.save_config(file.name, directory)
+                adapted.save_config(file.name, directory, written_as.per_expert)
         saved_parts.append((file.folder, written, file.contents))
     return saved_parts
 
