@@ -1,8 +1,6 @@
 """Draw the load benchmark, seconds and memory next to each other.
 
-    python benchmarks/chart.py
-
-Reads ``results/load.json`` and writes ``docs/images/load.svg``. Run it after ``load.py``.
+``make reference`` writes ``docs/images/load.svg`` from ``results/load.json``.
 """
 
 from __future__ import annotations
@@ -63,10 +61,6 @@ def draw(result: dict[str, Any]) -> Iterator[str]:
     yield "</svg>"
 
 
-def main() -> None:
-    result = json.loads(RESULT.read_text(encoding="utf-8"))
-    CHART.write_text("\n".join(draw(result)) + "\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
+def drawing() -> str:
+    """Return the SVG of the committed result."""
+    return "\n".join(draw(json.loads(RESULT.read_text(encoding="utf-8")))) + "\n"

@@ -32,6 +32,8 @@ from zerostart.training.loop.task import known_tasks, task_class
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 RESULTS = ROOT / "benchmarks" / "results"
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import chart  # noqa: E402
 
 _KEY_TABLE = ("key", "values", "default", "meaning")
 _REGION = re.compile(r"(?<=^<!-- generated: )(?P<name>[\w-]+)( -->\n).*?(?=^<!-- end -->$)", re.M | re.S)
@@ -408,6 +410,7 @@ def generate() -> Iterator[tuple[Path, str]]:
             return "\n".join([f"{match['name']} -->", *regions[match["name"]]()])
 
         yield path, _REGION.sub(fill, path.read_text(encoding="utf-8"))
+    yield chart.CHART, chart.drawing()
 
 
 def stale_files() -> list[tuple[Path, str]]:
