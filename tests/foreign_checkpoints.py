@@ -63,7 +63,7 @@ def write_deepspeed(out: str, stage: int, bf16: bool, frozen: bool) -> None:
 
 
 def write_dcp(out: str, wrapped: bool) -> dict[str, torch.Tensor] | None:
-    """Train one step with FSDP2, save, and return the full state dict on rank 0."""
+    """Train one step with FSDP2, save, and return the full state on rank 0."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict
     from torch.distributed.device_mesh import init_device_mesh

@@ -19,7 +19,6 @@ class Component:
     library: str = "diffusers"
 
     def build(self) -> nn.Module:
-        """Build the unsharded model."""
         kind = self.find_class()
         if self.library == "diffusers":
             model: nn.Module = kind(**self.config)
@@ -28,7 +27,6 @@ class Component:
         return model
 
     def find_class(self) -> Any:
-        """Import the class."""
         import importlib
 
         return getattr(importlib.import_module(self.library), self.kind)

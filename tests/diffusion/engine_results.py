@@ -63,7 +63,6 @@ def compute_gradients(model: nn.Module, result: Any, ds_engine: Any = None) -> d
 
 
 def get_full_gradient(parameter: Any, ds_engine: Any) -> torch.Tensor | None:
-    """Return the full gradient of a sharded parameter."""
     if ds_engine is not None:
         from deepspeed.utils import safe_get_full_grad
 
@@ -91,7 +90,6 @@ def compare_gradients(
 
 
 def find_tensors(value: Any) -> list[torch.Tensor]:
-    """Return all tensors in nested lists, tuples and dicts."""
     if isinstance(value, torch.Tensor):
         return [value]
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()

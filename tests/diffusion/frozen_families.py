@@ -61,7 +61,6 @@ def shrink_wan_vae(name: str, inner: str, **config: Any) -> Callable[[], type[nn
 
 
 def call_qwen_vae(model: Any) -> Any:
-    """Encode and decode two images."""
     encoded = [model.encode(noise(1, 3, 16, 16, seed=s)) for s in (1, 2)]
     return [*encoded, *(model.decode(noise(1, 16, 2, 2, seed=s)) for s in (1, 2))]
 

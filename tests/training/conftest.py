@@ -1,13 +1,23 @@
-"""What runs of the runner are made of: a tokenizer of single characters."""
+"""Fixtures of training tests: a tokenizer of single characters, and one thread."""
 
 import pytest
+import torch
 
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz .,"
 
 
 @pytest.fixture(scope="module")
+def one_thread():
+    """Use one thread, as encoders on a CPU do: the bits depend on it."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
 def tokenizer_path(tmp_path_factory):
-    """A tokenizer of single characters that fits the vocabularies of the tiny models."""
+    """Path of a tokenizer of single characters that fits the tiny models' vocabularies."""
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

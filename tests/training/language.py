@@ -1,4 +1,4 @@
-"""Two tasks of a user's own, by which the tests train tiny language models: the next token, hidden tokens."""
+"""Tasks that train tiny language models, causal and masked."""
 
 import hashlib
 import inspect
@@ -52,15 +52,15 @@ class CausalLanguage(Task):
         self.options = {}
 
     def items(self, world):
-        given = self.config.task
-        source = Path(given.source)
+        options = self.config.task
+        source = Path(options.source)
         files = sorted(source.glob("*.txt")) if source.is_dir() else [source]
         if not all(file.is_file() for file in files) or not files:
             raise ConfigError(f"task.source {source}: no such file")
         texts = [text for file in files for text in self._texts(file)]
         ids = [self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in texts]
-        length = given.sequence_length
-        if given.packing:
+        length = options.sequence_length
+        if options.packing:
             end = self.tokenizer.eos_token_id
             flat = [token for row in ids for token in [*row, *([] if end is None else [end])]]
             ids = [flat[at : at + length] for at in range(0, len(flat) - length + 1, length)]
@@ -74,10 +74,10 @@ class CausalLanguage(Task):
         fraction = self.config.task.held_out
         if not fraction:
             return items, None
-        kept = len(items) - max(1, round(len(items) * fraction))
-        if kept < 1:
+        count = len(items) - max(1, round(len(items) * fraction))
+        if count < 1:
             raise ConfigError(f"task.held_out {fraction} leaves none of {len(items)} sequences to train on")
-        return Sequences(items.rows[:kept]), Sequences(items.rows[kept:])
+        return Sequences(items.rows[:count]), Sequences(items.rows[count:])
 
     def automatic(self):
         from transformers import AutoModelForCausalLM
@@ -92,10 +92,10 @@ class CausalLanguage(Task):
             self.options = {"use_cache": False}
 
     def collator(self, seed):
-        return self.collated
+        return self.collate
 
-    def collated(self, items):
-        """``input_ids``, ``attention_mask`` and ``labels``, each [batch, length], padded on the right."""
+    def collate(self, items):
+        """Return ``input_ids``, ``attention_mask`` and ``labels``, [batch, length], padded on the right."""
         length = max(2, *(len(item["input_ids"]) for item in items))
         shape, padding = (len(items), length), self.tokenizer.pad_token_id or 0
         input_ids, mask = torch.full(shape, padding), torch.zeros(shape, dtype=torch.int64)
@@ -120,11 +120,11 @@ class MaskedLanguage(CausalLanguage):
         return AutoModelForMaskedLM
 
     def drawn(self, batch, epoch):
-        told = f"{self.config.train.seed}:{epoch}:{batch['input_ids'].tolist()}"
-        seed = hashlib.blake2b(told.encode(), digest_size=7).digest()
+        text = f"{self.config.train.seed}:{epoch}:{batch['input_ids'].tolist()}"
+        seed = hashlib.blake2b(text.encode(), digest_size=7).digest()
         generator = torch.Generator("cpu").manual_seed(int.from_bytes(seed, "big"))
-        chosen = torch.rand(batch["labels"].shape, generator=generator).to(batch["labels"].device)
-        hidden = (chosen < self.config.task.mask_probability) & (batch["attention_mask"] == 1)
+        draws = torch.rand(batch["labels"].shape, generator=generator).to(batch["labels"].device)
+        hidden = (draws < self.config.task.mask_probability) & (batch["attention_mask"] == 1)
         hidden[:, 0] = True  # so that every batch predicts something
         return {
             **batch,

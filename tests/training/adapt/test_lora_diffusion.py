@@ -1,4 +1,4 @@
-"""A LoRA of tiny diffusion transformers: what plain PEFT trains, and files that each library opens."""
+"""LoRA of tiny diffusion transformers equals plain PEFT; every library opens the files."""
 
 import inspect
 import json
@@ -11,78 +11,78 @@ from safetensors.torch import load_file
 from tests.diffusion.components import COMPONENTS
 from tests.diffusion.oracle import import_diffsynth, needs_diffsynth
 from tests.ranks import run_ranks
-from tests.training.adapt.test_lora_runs import data_bytes
+from tests.training.adapt.test_lora_runs import count_data_bytes
 from tests.training.diffusion.flow_items import (
     FAMILIES,
-    configured,
-    losses_alone,
-    opened,
-    recorded_run,
-    velocity,
+    load_transformer,
+    make_config,
+    predict_velocity,
+    run_and_record,
+    train_model,
 )
-from tests.training.diffusion.test_flow_runs import by_steps
+from tests.training.diffusion.test_flow_runs import group_by_step
 
-#: Of losses relative; of weights, which AdamW moves by about the learning rate a step, absolute.
-EXACT = 1e-5
+#: Relative error of the losses.
+RTOL = 1e-5
 LORA = {"rank": 2, "alpha": 4}
 
 
-def lora_alone(values, family, steps):
-    """Losses, adapters and the model of one process with plain PEFT that sees all examples of each step."""
+def train_with_peft(values, family, steps):
+    """Train with plain PEFT in one process; return losses, adapters and the model."""
     from peft import LoraConfig, get_peft_model_state_dict, inject_adapter_in_model
 
-    model, targets = opened(values, family), values["lora"]["targets"]
+    model, targets = load_transformer(values, family), values["lora"]["targets"]
     torch.manual_seed(values["train"].get("seed", 42))
     inject_adapter_in_model(LoraConfig(r=2, lora_alpha=4, target_modules=targets), model)
-    losses = losses_alone(model, values, family, steps)
+    losses = train_model(model, values, family, steps)
     return losses, get_peft_model_state_dict(model), model
 
 
-def trained(folder, family, engine, stage, ranks=2, output=None, **train):
-    """A run and the same in one process: what the ranks say, the adapters and the model that was trained."""
-    values = configured(folder, family, engine, stage, **{"learning_rate": 1e-2, **train})
+def train_both(folder, family, engine, stage, ranks=2, output=None, **train):
+    """Run on ranks and in one process; return the output folder, adapters and model."""
+    values = make_config(folder, family, engine, stage, **{"learning_rate": 1e-2, **train})
     values["lora"] = {**LORA, "targets": ["to_q", "to_k", "to_v"]}
     values["output"] |= output or {}
-    found = run_ranks(recorded_run, ranks, values, timeout=280)
-    steps = by_steps(found, 1)[-len(found[0]["losses"]) :]
-    losses, adapters, model = lora_alone(values, family, steps)
-    assert found[0]["losses"] == pytest.approx(losses, rel=EXACT)
-    return Path(found[0]["directory"]), adapters, model
+    results = run_ranks(run_and_record, ranks, values, timeout=280)
+    steps = group_by_step(results, 1)[-len(results[0]["losses"]) :]
+    losses, adapters, model = train_with_peft(values, family, steps)
+    assert results[0]["losses"] == pytest.approx(losses, rel=RTOL)
+    return Path(results[0]["directory"]), adapters, model
 
 
-def predicted(model, family, values):
-    item = torch.load(values)[0]
+def predict(model, family, path):
+    item = torch.load(path)[0]
     with torch.no_grad():
-        return velocity(family, model.eval(), item["latents"], 0.5, item)
+        return predict_velocity(family, model.eval(), item["latents"], 0.5, item)
 
 
-def assert_adapters(path, adapters, renamed):
-    found = load_file(path)
-    assert found.keys() == {renamed(name) for name in adapters}
+def assert_adapters(path, adapters, rename):
+    tensors = load_file(path)
+    assert tensors.keys() == {rename(name) for name in adapters}
     for name, tensor in adapters.items():
-        torch.testing.assert_close(found[renamed(name)], tensor, rtol=0, atol=1e-4, msg=name)
-    assert data_bytes(path) == 4 * sum(tensor.numel() for tensor in adapters.values())
+        torch.testing.assert_close(tensors[rename(name)], tensor, rtol=0, atol=1e-4, msg=name)
+    assert count_data_bytes(path) == 4 * sum(tensor.numel() for tensor in adapters.values())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True, "offload"])
 @pytest.mark.parametrize(("engine", "stage"), [("deepspeed", 2), ("deepspeed", 3), ("fsdp2", 3)])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_thirty_steps_are_those_of_one_process(family, engine, stage, checkpointing, tmp_path):
-    """Losses and factors; and diffusers opens the file, which has what was trained and no more."""
+def test_thirty_steps_equal_peft(family, engine, stage, checkpointing, tmp_path):
+    """Diffusers opens the file, which has only trained tensors."""
     import diffusers
 
-    out, adapters, model = trained(
+    out, adapters, model = train_both(
         tmp_path, family, engine, stage, steps=30, checkpoint_blocks=checkpointing, learning_rate=1e-3
     )
     assert_adapters(out / "pytorch_lora_weights.safetensors", adapters, lambda name: f"transformer.{name}")
     kind = getattr(diffusers, COMPONENTS[FAMILIES[family][0]].kind)
-    again = kind.from_pretrained(tmp_path / family / "transformer")
-    again.load_lora_adapter(out, weight_name="pytorch_lora_weights.safetensors")
-    assert again.peft_config["default_0"].lora_alpha == 4
+    reloaded = kind.from_pretrained(tmp_path / family / "transformer")
+    reloaded.load_lora_adapter(out, weight_name="pytorch_lora_weights.safetensors")
+    assert reloaded.peft_config["default_0"].lora_alpha == 4
     examples = tmp_path / family / "examples.pt"
-    expected = predicted(model, family, examples)
-    torch.testing.assert_close(predicted(again, family, examples), expected, rtol=0, atol=1e-4)
+    expected = predict(model, family, examples)
+    torch.testing.assert_close(predict(reloaded, family, examples), expected, rtol=0, atol=1e-4)
 
 
 #: The pipelines of diffusers that the families' transformers belong to.
@@ -100,23 +100,23 @@ PIPELINES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_pipelines_of_diffusers_open_the_file(family, tmp_path):
-    """By ``load_lora_weights``; and in PEFT's own format the file is opened by PEFT."""
+    """A pipeline loads the default format, and PEFT loads its own."""
     import diffusers
     from peft import PeftModel
 
-    out, _, model = trained(tmp_path, family, "fsdp2", 3, ranks=1, output={"format": None})
+    out, _, model = train_both(tmp_path, family, "fsdp2", 3, ranks=1, output={"format": None})
     kind = getattr(diffusers, COMPONENTS[FAMILIES[family][0]].kind)
-    again = kind.from_pretrained(tmp_path / family / "transformer")
+    reloaded = kind.from_pretrained(tmp_path / family / "transformer")
     pipeline = getattr(diffusers, PIPELINES[family])
-    others = [n for n in inspect.signature(pipeline.__init__).parameters if n not in ("self", "transformer")]
-    pipeline(**dict.fromkeys(others), transformer=again).load_lora_weights(out)
+    absent = [n for n in inspect.signature(pipeline.__init__).parameters if n not in ("self", "transformer")]
+    pipeline(**dict.fromkeys(absent), transformer=reloaded).load_lora_weights(out)
     examples = tmp_path / family / "examples.pt"
-    expected = predicted(model, family, examples)
-    torch.testing.assert_close(predicted(again, family, examples), expected, rtol=0, atol=1e-4)
-    out, _, model = trained(tmp_path, family, "fsdp2", 3, ranks=1, output={"format": "peft"})
+    expected = predict(model, family, examples)
+    torch.testing.assert_close(predict(reloaded, family, examples), expected, rtol=0, atol=1e-4)
+    out, _, model = train_both(tmp_path, family, "fsdp2", 3, ranks=1, output={"format": "peft"})
     wrapped = PeftModel.from_pretrained(kind.from_pretrained(tmp_path / family / "transformer"), out)
-    found = predicted(wrapped.get_base_model(), family, examples)
-    torch.testing.assert_close(found, predicted(model, family, examples), rtol=0, atol=1e-4)
+    actual = predict(wrapped.get_base_model(), family, examples)
+    torch.testing.assert_close(actual, predict(model, family, examples), rtol=0, atol=1e-4)
 
 
 @pytest.mark.slow
@@ -130,26 +130,28 @@ def test_pipelines_of_diffusers_open_the_file(family, tmp_path):
         ("z-image", "deepspeed", 3),
     ],
 )
-def test_diffsynths_names(family, engine, stage, tmp_path):
-    """As its scripts save a LoRA, without their prefix, and with what scales it in the second factor."""
+def test_files_with_names_of_diffsynth(family, engine, stage, tmp_path):
+    """The scale is part of the second factor, as in files of its scripts."""
     prefix = {"format": "diffsynth", "remove_prefix": "pipe.dit."}
-    out, adapters, _ = trained(tmp_path, family, engine, stage, output=prefix)
+    out, adapters, _ = train_both(tmp_path, family, engine, stage, output=prefix)
     from zerostart.state.saving.adapter_formats import find_known_names
 
     names = find_known_names(COMPONENTS[FAMILIES[family][0]].build())
-    found = load_file(out / "step-3.safetensors")
-    assert len(found) == len(adapters)
-    assert data_bytes(out / "step-3.safetensors") == 4 * sum(tensor.numel() for tensor in adapters.values())
+    tensors = load_file(out / "step-3.safetensors")
+    assert len(tensors) == len(adapters)
+    assert count_data_bytes(out / "step-3.safetensors") == 4 * sum(
+        tensor.numel() for tensor in adapters.values()
+    )
     for name, tensor in adapters.items():
         stored = (
             names.of(name).replace(".lora_A.", ".lora_A.default.").replace(".lora_B.", ".lora_B.default.")
         )
-        scaled = tensor * 2 if ".lora_B." in name else tensor  # alpha / rank, which nothing there tells
-        torch.testing.assert_close(found[stored], scaled, rtol=0, atol=2e-4, msg=name)
+        scaled = tensor * 2 if ".lora_B." in name else tensor  # alpha / rank, which the file does not store
+        torch.testing.assert_close(tensors[stored], scaled, rtol=0, atol=2e-4, msg=name)
 
 
-def read_by_diffsynth(file, source):
-    """On one rank: what DiffSynth's own model is when its own loader has fused the file into it."""
+def fuse_with_diffsynth(file, source):
+    """Fuse the file into DiffSynth's model by its own loader; return the weights."""
     from diffusers import WanTransformer3DModel
 
     import_diffsynth()
@@ -182,11 +184,11 @@ def read_by_diffsynth(file, source):
 @needs_diffsynth
 @pytest.mark.slow
 def test_diffsynth_fuses_the_file(tmp_path):
-    """Into its own model: what diffusers fuses into ours."""
+    """The fused weights equal the base plus the product of the factors."""
     output = {"format": "diffsynth", "remove_prefix": "pipe.dit."}
-    out, adapters, _ = trained(tmp_path, "wan", "deepspeed", 3, output=output)
+    out, adapters, _ = train_both(tmp_path, "wan", "deepspeed", 3, output=output)
     source = tmp_path / "wan" / "transformer"
-    (fused,) = run_ranks(read_by_diffsynth, 1, out / "step-3.safetensors", source)
+    (fused,) = run_ranks(fuse_with_diffsynth, 1, out / "step-3.safetensors", source)
     before = load_file(source / "diffusion_pytorch_model.safetensors")
     for name, tensor in before.items():
         layer = name.removesuffix(".weight")
@@ -195,7 +197,7 @@ def test_diffsynth_fuses_the_file(tmp_path):
         torch.testing.assert_close(torch.from_numpy(fused[name]), tensor, rtol=0, atol=2e-4, msg=name)
 
 
-def converted_by_diffsynth(file):
+def convert_with_diffsynth(file):
     import_diffsynth()
     from diffsynth.models.flux_dit import FluxDiT
     from diffsynth.utils.lora.flux import FluxLoRALoader
@@ -207,10 +209,10 @@ def converted_by_diffsynth(file):
 
 @needs_diffsynth
 @pytest.mark.slow
-def test_diffsynth_puts_together_what_it_has_in_one(tmp_path):
-    """FLUX.1's projections, of which diffusers has several in the place of one."""
-    out, *_ = trained(tmp_path, "flux", "fsdp2", 3, output={"format": "diffsynth"})
-    ((names, modules),) = run_ranks(converted_by_diffsynth, 1, out / "step-3.safetensors")
+def test_diffsynth_joins_split_projections(tmp_path):
+    """Diffusers splits the fused projections of FLUX.1."""
+    out, *_ = train_both(tmp_path, "flux", "fsdp2", 3, output={"format": "diffsynth"})
+    ((names, modules),) = run_ranks(convert_with_diffsynth, 1, out / "step-3.safetensors")
     assert {name.partition(".lora_")[0] for name in names} <= modules
     assert "blocks.0.attn.a_to_qkv.lora_A.weight" in names
     assert "single_blocks.0.to_qkv_mlp.lora_B.weight" in names
@@ -218,27 +220,27 @@ def test_diffsynth_puts_together_what_it_has_in_one(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["diffusers", "diffsynth"])
-def test_a_run_goes_on_from_its_file(form, tmp_path):
-    """The next run begins with the loss that the model had: the held-out one is drawn alike each time."""
-    values = configured(tmp_path, "wan", "deepspeed", 3, learning_rate=1e-2)
+def test_run_starts_from_its_own_file(form, tmp_path):
+    """The next run starts with an equal held-out loss, whose draws repeat."""
+    values = make_config(tmp_path, "wan", "deepspeed", 3, learning_rate=1e-2)
     values["task"] |= {"held_out": 0.25}
     values["lora"] = {**LORA, "targets": "q,k,v,o"}
     values["output"] |= {"format": form}
-    first = run_ranks(recorded_run, 2, values)[0]
+    first = run_ranks(run_and_record, 2, values)[0]
     values["lora"] |= {"start_from": first["directory"]}
     values["output"] = {"directory": str(tmp_path / "again")}
-    again = run_ranks(recorded_run, 1, values)[0]
-    assert again["held_out"][0] == pytest.approx(first["held_out"][3], rel=1e-5)
+    second = run_ranks(run_and_record, 1, values)[0]
+    assert second["held_out"][0] == pytest.approx(first["held_out"][3], rel=1e-5)
 
 
 @pytest.mark.slow
-def test_all_of_a_model_under_diffsynths_names(tmp_path):
-    """What its scripts save of a full fine-tuning: the release's names, after its prefix."""
+def test_full_model_with_names_of_diffsynth(tmp_path):
+    """Files have the names of the release, as after full fine-tuning by its scripts."""
     from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
 
-    values = configured(tmp_path, "wan", "fsdp2", 3)
+    values = make_config(tmp_path, "wan", "fsdp2", 3)
     values["output"] |= {"format": "diffsynth", "remove_prefix": "pipe.dit.", "every": 2}
-    out = Path(run_ranks(recorded_run, 2, values)[0]["directory"])
+    out = Path(run_ranks(run_and_record, 2, values)[0]["directory"])
     state = convert_wan_transformer_to_diffusers(load_file(out / "step-3.safetensors"))
     model = COMPONENTS["wan2.1 t2v"].build()
     assert {n: t.shape for n, t in state.items()} == {n: p.shape for n, p in model.named_parameters()}

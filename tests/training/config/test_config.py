@@ -1,4 +1,4 @@
-"""The configuration: what is accepted, and how a mistake is named."""
+"""Configuration files: accepted values and error messages."""
 
 import pytest
 
@@ -15,7 +15,7 @@ output: {directory: out}
 """
 
 
-def filled_for(config, ranks=2, hidden_size=None):
+def fill_engine_config(config, ranks=2, hidden_size=None):
     return engine_config(config.engine, config.train, config.precision, ranks, hidden_size)
 
 
@@ -61,7 +61,7 @@ def test_defaults_overrides_and_yaml_spellings(path):
         ("model.dtype=bfloat16", "model.dtype bfloat16 contradicts train.mixed_precision no"),
     ],
 )
-def test_a_mistake_is_named(path, override, message):
+def test_mistakes_are_named(path, override, message):
     with pytest.raises(ConfigError, match=message):
         load_config(path, [override])
 
@@ -84,7 +84,7 @@ def test_deepspeed_config_is_complete_and_auto_is_filled(path):
         "{train_batch_size: auto, zero_optimization: {stage3_prefetch_bucket_size: auto, sub_group_size: 5}}"
     )
     config = load_config(path, ["train.batch_size=2", "train.accumulation=3", f"engine.config={zero}"])
-    filled = filled_for(config, 4, 100)
+    filled = fill_engine_config(config, 4, 100)
     assert filled["train_batch_size"] == 24
     assert filled["train_micro_batch_size_per_gpu"] == 2
     assert filled["gradient_clipping"] == 1.0
@@ -94,15 +94,15 @@ def test_deepspeed_config_is_complete_and_auto_is_filled(path):
 
 
 def test_engine_config_must_not_contradict(path):
-    for given, message in (
+    for value, message in (
         ("{gradient_clipping: 0.5}", "engine.config.gradient_clipping is 0.5.*make it 1.0"),
         ("{bf16: {enabled: true}}", "engine.config.bf16.enabled is True"),
         ("{optimizer: {type: Adam}}", "engine.config.optimizer: .*section train"),
         ("{tensor_parallel: {autotp_size: 2}}", "engine.config has 2 ranks share tensors"),
     ):
-        config = load_config(path, [f"engine.config={given}"])
+        config = load_config(path, [f"engine.config={value}"])
         with pytest.raises(ConfigError, match=message):
-            filled_for(config)
+            fill_engine_config(config)
 
 
 def test_fsdp2_config(path):
@@ -110,22 +110,22 @@ def test_fsdp2_config(path):
 
     overrides = ["engine.name=fsdp2", "engine.config={wrap: [Block]}"]
     config = load_config(path, [*overrides, "train.mixed_precision=bf16"])
-    settings = filled_for(config)
+    settings = fill_engine_config(config)
     assert (settings["wrap"], settings["mp_policy"].param_dtype) == (["Block"], torch.bfloat16)
     with pytest.raises(ConfigError, match=r"engine.config.mesh is unknown for fsdp2"):
-        filled_for(load_config(path, ["engine.name=fsdp2", "engine.config={mesh: 1}"]))
+        fill_engine_config(load_config(path, ["engine.name=fsdp2", "engine.config={mesh: 1}"]))
 
 
-def test_where_a_run_continues(path):
+def test_resume_options(path):
     assert load_config(path, ["resume=auto"]).resume == "auto"
     assert load_config(path, ["resume=out/checkpoints/step-00000010"]).resume.endswith("step-00000010")
     with pytest.raises(ConfigError, match=r"override 'resume\.path=auto': resume is a value"):
         load_config(path, ["resume=auto", "resume.path=auto"])
 
 
-def test_an_engine_of_somebody_else(path):
+def test_registered_engine(path):
     config = load_config(path, ["engine.name=rows", "engine.config={depth: 2}", "model.dtype=bfloat16"])
-    assert filled_for(config) == {"depth": 2}
+    assert fill_engine_config(config) == {"depth": 2}
     assert config.dtype == "bfloat16"
     assert load_config(path, ["engine.name=rows", "train.mixed_precision=bf16"]).dtype == "float32"
     with pytest.raises(ConfigError, match="zero_stage=2 is not available on rows"):

@@ -1,4 +1,4 @@
-"""A run under ``accelerate launch``, which starts its ranks and sets up no engine."""
+"""Runs under ``accelerate launch``, which may start ranks but no engine."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from zerostart.training.config.engine_config import check_launcher
 from zerostart.training.config.load import load_config
 
 
-def test_a_plain_launcher_starts_ranks_and_no_more() -> None:
+def test_plain_launcher_is_accepted() -> None:
     check_launcher("no")
 
 
@@ -25,7 +25,7 @@ def test_another_precision_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         check_launcher("no")
 
 
-def test_the_files_of_config_agree(tmp_path: object) -> None:
+def test_generated_config_agrees_with_a_plain_launcher(tmp_path: object) -> None:
     out = f"{tmp_path}/run.yaml"
     with pytest.raises(SystemExit) as ended:
         main(["config", "qwen-image", out])

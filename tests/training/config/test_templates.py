@@ -1,4 +1,4 @@
-"""``zerostart config``: what it writes is taken by ``zerostart train``, as it is and with its comments."""
+"""``zerostart train`` accepts files of ``zerostart config``, also with comments as keys."""
 
 import re
 from pathlib import Path
@@ -18,34 +18,34 @@ from zerostart.training.config.templates import TEMPLATES, render_template
 ENGINES = [(name, stage) for name in ("deepspeed", "fsdp2") for stage in range(4)]
 
 
-def engine(name: str, stage: int) -> Any:
+def choose_engine(name: str, stage: int) -> Any:
     return check_choice(name, stage).for_stage(stage, None, Mesh(1), None)
 
 
-def undone(text: str) -> str:
-    """Every key that stands there as a comment, as a key."""
-    for _ in range(2):  # keys of sections that are comments themselves
+def uncomment(text: str) -> str:
+    """Turn every commented key into a key."""
+    for _ in range(2):  # keys of a commented section are commented twice
         text = re.sub(r"^(\s*)# (?=\s*(?:# )?[a-z_0-9]+:)", r"\1", text, flags=re.MULTILINE)
     return text
 
 
 @pytest.mark.parametrize("family", TEMPLATES)
-def test_what_is_written_is_taken(family: str, tmp_path: Path) -> None:
+def test_templates_are_accepted(family: str, tmp_path: Path) -> None:
     for number, (name, stage) in enumerate(ENGINES):
         for lora in (False, True):
-            text = render_template(family, engine(name, stage), lora)
+            text = render_template(family, choose_engine(name, stage), lora)
             path = tmp_path / f"{number}{lora}.yaml"
             path.write_text(text)
             config = load_config(path)
             assert (config.engine.name, config.engine.zero_stage) == (name, stage)
             assert (config.lora is not None) == lora
-            path.write_text(undone(text))
-            offered = {"samples": None, "ema": None}
-            assert set(TrainConfig.model_fields) - set(yaml.safe_load(undone(text))) <= {"lora"}
-            assert load_config(path).model_copy(update=offered) == parse_config(config.model_dump())
+            path.write_text(uncomment(text))
+            optional = {"samples": None, "ema": None}
+            assert set(TrainConfig.model_fields) - set(yaml.safe_load(uncomment(text))) <= {"lora"}
+            assert load_config(path).model_copy(update=optional) == parse_config(config.model_dump())
 
 
-def test_no_file_is_written_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_existing_file_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "run.yaml"
     for expected in (0, 1):
         with pytest.raises(SystemExit) as ended:

@@ -1,4 +1,4 @@
-"""Tables of media: formats, columns, what is wrong with them, and the same media on every rank."""
+"""Tables of media: formats, columns, errors, and equal media on every rank."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from zerostart.training.config.load import parse_config
 from zerostart.training.data.items import MediaItems, read_media
 from zerostart.training.data.media_config import MediaConfig
 
-ALONE = World(0, 1, None)
+WORLD = World(0, 1, None)
 ROWS = [
     {
         "image": "china.jpg",
@@ -42,22 +42,22 @@ def folder(tmp_path):
     return tmp_path
 
 
-def small(source, **more):
-    return MediaConfig(source=str(source), **{"height": 32, "width": 48, **more})
+def make_config(source, **settings):
+    return MediaConfig(source=str(source), **{"height": 32, "width": 48, **settings})
 
 
-def same(one, other):
-    assert one.keys() == other.keys()
-    for name, value in one.items():
+def assert_same(actual, expected):
+    assert actual.keys() == expected.keys()
+    for name, value in actual.items():
         if isinstance(value, torch.Tensor):
-            assert torch.equal(value, other[name])
+            assert torch.equal(value, expected[name])
         elif isinstance(value, list):
-            assert all(torch.equal(*pair) for pair in zip(value, other[name], strict=True))
+            assert all(torch.equal(*pair) for pair in zip(value, expected[name], strict=True))
         else:
-            assert value == other[name]
+            assert value == expected[name]
 
 
-def contents(items):
+def get_digests(items):
     return [content for content, _ in items.digests]
 
 
@@ -65,11 +65,13 @@ def test_one_table_in_three_formats(folder):
     (folder / "a.csv").write_text(AS_CSV, encoding="utf-8-sig")
     (folder / "b.json").write_text(json.dumps(ROWS))
     (folder / "c.jsonl").write_text("\n".join(map(json.dumps, ROWS)) + "\n\n")
-    csv, *others = [read_media(small(folder / name), ALONE) for name in ("a.csv", "b.json", "c.jsonl")]
-    for other in others:
-        assert contents(other) == contents(csv)
+    csv, *json_tables = [
+        read_media(make_config(folder / name), WORLD) for name in ("a.csv", "b.json", "c.jsonl")
+    ]
+    for table in json_tables:
+        assert get_digests(table) == get_digests(csv)
         for index in range(2):
-            same(csv[index], other[index])
+            assert_same(csv[index], table[index])
     first, second = csv[0], csv[1]
     assert (first["prompt"], second["prompt"], first["note"]) == ("roofs, and a sky", "", "1")
     assert first["image"].dtype == torch.uint8
@@ -84,7 +86,7 @@ def test_one_table_in_three_formats(folder):
         csv[2]
 
 
-def test_a_folder_without_a_table_has_its_texts_beside_the_files(folder):
+def test_folder_without_a_table_has_text_files(folder):
     (folder / "china.txt").write_text("roofs\n")
     (folder / "more").mkdir()
     (folder / ".hidden").mkdir()
@@ -93,21 +95,21 @@ def test_a_folder_without_a_table_has_its_texts_beside_the_files(folder):
     with pytest.raises(
         ConfigError, match=r"1 files have no \.txt .*\(more/flower\.jpg\).*media\.prompt to null"
     ):
-        MediaItems(small(folder))
+        MediaItems(make_config(folder))
     shutil.copy(FLOWER, folder / "z.jpg")
     (folder / "z.txt").write_text("the next one")
     with pytest.raises(ConfigError, match=r"1 files have no \.txt"):
-        MediaItems(small(folder, items=2))  # and does not take the next one
+        MediaItems(make_config(folder, items=2))  # it does not skip to the next file
     (folder / "z.jpg").unlink()
     (folder / "more" / "flower.txt").write_text("a flower")
-    items = MediaItems(small(folder))
+    items = MediaItems(make_config(folder))
     assert [items[index]["prompt"] for index in range(2)] == ["roofs", "a flower"]
-    assert MediaItems(small(folder, prompt=None))[1]["prompt"] == ""
+    assert MediaItems(make_config(folder, prompt=None))[1]["prompt"] == ""
     (folder / "metadata.jsonl").write_text(json.dumps({"image": "china.jpg", "prompt": "by the table"}))
-    assert [item["prompt"] for item in MediaItems(small(folder))] == ["by the table"]
+    assert [item["prompt"] for item in MediaItems(make_config(folder))] == ["by the table"]
     (folder / "metadata.csv").write_text("image,prompt\n")
     with pytest.raises(ConfigError, match=r"metadata\.csv and metadata\.jsonl; name the file to use"):
-        MediaItems(small(folder))
+        MediaItems(make_config(folder))
 
 
 def test_columns_by_other_names(folder):
@@ -116,13 +118,13 @@ def test_columns_by_other_names(folder):
         json.dumps({"after": "china.jpg", "before": "flower.jpg", "caption": "x", "image": "no file"})
     )
     columns = {"image": "after", "edit_image": "before", "depth": {"column": "before", "kind": "image"}}
-    items = read_media(small(table, columns=columns, prompt="caption"), ALONE)
+    items = read_media(make_config(table, columns=columns, prompt="caption"), WORLD)
     assert {name for name, value in items[0].items() if not isinstance(value, str)} == set(columns)
     assert items[0]["prompt"] == "x"
     assert torch.equal(items[0]["depth"], items[0]["edit_image"][0])
 
 
-def test_the_digest_is_of_contents_wherever_they_lie(folder, tmp_path_factory):
+def test_digest_depends_on_contents_not_on_paths(folder, tmp_path_factory):
     (folder / "a.json").write_text(json.dumps(ROWS))
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     for name in ("china", "flower"):
@@ -130,34 +132,30 @@ def test_the_digest_is_of_contents_wherever_they_lie(folder, tmp_path_factory):
     (folder / "b.json").write_text(
         json.dumps(ROWS).replace("china.jpg", "other-china.jpg").replace('"flo', '"other-flo')
     )
-    here, there = (
-        MediaItems(small(folder / "a.json")),
-        MediaItems(small(folder / "b.json", base=str(elsewhere))),
+    items, copies = (
+        MediaItems(make_config(folder / "a.json")),
+        MediaItems(make_config(folder / "b.json", base=str(elsewhere))),
     )
-    assert contents(here) == contents(there)
-    assert contents(here) == contents(MediaItems(small(folder / "a.json", repeats=3, workers=1)))
-    assert contents(here) != contents(MediaItems(small(folder / "a.json", width=32)))
+    assert get_digests(items) == get_digests(copies)
+    assert get_digests(items) == get_digests(MediaItems(make_config(folder / "a.json", repeats=3, workers=1)))
+    assert get_digests(items) != get_digests(MediaItems(make_config(folder / "a.json", width=32)))
     picture = elsewhere / "other-flower.jpg"
     data = picture.read_bytes()
     picture.write_bytes(data + b"0")
-    assert contents(here) != contents(MediaItems(small(folder / "b.json", base=str(elsewhere))))
+    assert get_digests(items) != get_digests(MediaItems(make_config(folder / "b.json", base=str(elsewhere))))
 
 
-def test_what_columns_leaves_out_is_no_picture(folder):
+def test_columns_left_out_are_not_read_as_pictures(folder):
     row = {"image": "china.jpg", "video": "clip.mp4", "edit_image": None, "note": 3, "prompt": "x"}
     (folder / "a.json").write_text(json.dumps([row]))
-    item = MediaItems(small(folder / "a.json", columns={"image": "image"}))[0]
+    item = MediaItems(make_config(folder / "a.json", columns={"image": "image"}))[0]
     assert item.keys() == {"image", "note", "prompt"}
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        (
-            "a.csv",
-            "image,prompt\nx.png,one,two\n",
-            r"a\.csv, line 2: not as many cells as .*\(2\).*quotes",
-        ),
+        ("a.csv", "image,prompt\nx.png,one,two\n", r"a\.csv, line 2: not as many cells as .*\(2\).*quotes"),
         ("a.csv", 'image,prompt\nx.png,"one\n', r"a\.csv, line \d: not valid CSV"),
         ("a.csv", "image,image\nx,y\n", r"a\.csv: two columns have the same name: image"),
         ("a.csv", "image,prompt\n", r"a\.csv is empty: it has no row"),
@@ -180,11 +178,7 @@ def test_what_columns_leaves_out_is_no_picture(folder):
             r"column 'image': a list of files, but its kind is image",
         ),
         ("a.jsonl", '{"image": 7, "prompt": "y"}', r"column 'image': 7 is not the name of a file"),
-        (
-            "a.jsonl",
-            '{"image": "https://a/b.png", "prompt": "y"}',
-            r"https://a/b\.png is a URL; download",
-        ),
+        ("a.jsonl", '{"image": "https://a/b.png", "prompt": "y"}', r"https://a/b\.png is a URL; download"),
         ("a.jsonl", '{"image": "", "prompt": "y"}', r"line 1: its cells under image are all empty"),
         ("a.csv", b"\xef\xbb\xbfimage,prompt\nx,\xe9t\xe9\n", r"a\.csv, line 2: not UTF-8 .*0xe9"),
         (
@@ -200,45 +194,45 @@ def test_what_columns_leaves_out_is_no_picture(folder):
         ("a.txt", "image", r"a table is a \.csv, \.json or \.jsonl file: not '\.txt'"),
     ],
 )
-def test_bad_tables_are_told_by_line(tmp_path, name, content, message):
+def test_bad_tables_are_named_by_line(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ConfigError, match=message):
-        read_media(small(tmp_path / name), ALONE)[0]
+        read_media(make_config(tmp_path / name), WORLD)[0]
 
 
 @pytest.mark.parametrize("name", ["More\\\\a.png", "more/A.PNG", "More/A.png", "\\\\More/a.png"])
-def test_a_path_in_another_spelling_is_told_with_the_file_that_is_there(tmp_path, name):
+def test_misspelled_path_suggests_the_existing_file(tmp_path, name):
     (tmp_path / "More").mkdir()
     Image.new("RGB", (32, 32)).save(tmp_path / "More" / "a.png")
     (tmp_path / "t.jsonl").write_text(f'{{"image": "{name}", "prompt": "x"}}')
     with pytest.raises(ConfigError, match=rf"no such file; did you mean {tmp_path}/More/a\.png\?"):
-        read_media(small(tmp_path / "t.jsonl"), ALONE)
+        read_media(make_config(tmp_path / "t.jsonl"), WORLD)
     with pytest.raises(ConfigError, match=rf"did you mean {tmp_path}/t\.jsonl\?"):
-        read_media(small(tmp_path / "T.jsonl"), ALONE)
+        read_media(make_config(tmp_path / "T.jsonl"), WORLD)
     with pytest.raises(ConfigError, match=rf"media\.base .*did you mean {tmp_path}/More\?"):
-        read_media(small(tmp_path / "t.jsonl", base=f"{tmp_path}/MORE"), ALONE)
+        read_media(make_config(tmp_path / "t.jsonl", base=f"{tmp_path}/MORE"), WORLD)
 
 
-def test_line_separators_of_unicode_end_no_line_of_json(folder):
+def test_unicode_line_separators_do_not_end_json_lines(folder):
     row = {"image": "china.jpg", "prompt": "a temple\u2028and its roofs"}
     (folder / "t.jsonl").write_text(
         json.dumps(row, ensure_ascii=False) + "\r\n", newline="", encoding="utf-8"
     )
-    assert read_media(small(folder / "t.jsonl"), ALONE)[0]["prompt"] == row["prompt"]
+    assert read_media(make_config(folder / "t.jsonl"), WORLD)[0]["prompt"] == row["prompt"]
 
 
-def test_a_text_beside_a_picture_that_is_not_utf_8_is_named(folder):
+def test_text_file_that_is_not_utf_8_is_named(folder):
     (folder / "flower.txt").write_text("a flower")
     (folder / "china.txt").write_bytes("roofs\n\u201cof a temple\u201d".encode("cp1252"))
     with pytest.raises(ConfigError, match=r"china\.txt, line 2: not UTF-8 text \(the byte 0x93\); .*UTF-8"):
-        read_media(small(folder), ALONE)
+        read_media(make_config(folder), WORLD)
 
 
-def test_absent_and_damaged_files_are_told_by_row(folder):
+def test_absent_and_damaged_files_are_named_by_row(folder):
     rows = [{"image": f"{name}.jpg", "prompt": ""} for name in ("a", "china", "b", "c", "d", "e")]
     (folder / "t.json").write_text(json.dumps(rows))
     with pytest.raises(ConfigError) as caught:
-        read_media(small(folder / "t.json"), ALONE)
+        read_media(make_config(folder / "t.json"), WORLD)
     text = str(caught.value)
     assert (
         f"t.json, entry 1: {folder}/a.jpg: no such file; correct the name; names in a table are relative to "
@@ -247,18 +241,18 @@ def test_absent_and_damaged_files_are_told_by_row(folder):
     assert text.endswith("; and 2 more rows")
     (folder / "a.jpg").write_bytes(CHINA.read_bytes()[:5000])
     (folder / "b.jpg").write_text("no picture")
-    items = MediaItems(small(folder / "t.json", items=3))
+    items = MediaItems(make_config(folder / "t.json", items=3))
     assert len(items) == 3
     for index, entry in ((0, 1), (2, 3)):
         with pytest.raises(ConfigError, match=rf"entry {entry}: .*cannot be read as a picture.*replace it"):
             items[index]
     with pytest.raises(ConfigError, match="no such file or directory"):
-        MediaItems(small(folder / "absent.csv"))
+        MediaItems(make_config(folder / "absent.csv"))
     (folder / "empty").mkdir()
     with pytest.raises(ConfigError, match=r"no metadata\.csv.*picture or video"):
-        MediaItems(small(folder / "empty"))
+        MediaItems(make_config(folder / "empty"))
     with pytest.raises(ConfigError, match=r"media\.base .*no such directory"):
-        MediaItems(small(folder / "t.json", base=str(folder / "nowhere")))
+        MediaItems(make_config(folder / "t.json", base=str(folder / "nowhere")))
 
 
 @pytest.mark.parametrize(
@@ -278,7 +272,7 @@ def test_absent_and_damaged_files_are_told_by_row(folder):
         ({"hight": 3}, r"unknown key media\.hight; did you mean media\.height\?"),
     ],
 )
-def test_bad_settings_are_told_by_key(keys, message):
+def test_bad_settings_are_named_by_key(keys, message):
     values = {
         "model": {"source": "x"},
         "task": {"name": "flow-matching"},
@@ -290,39 +284,39 @@ def test_bad_settings_are_told_by_key(keys, message):
         parse_config(values)
 
 
-def read_own(folder, rows):
-    """This rank's copy of the table; of its media the digest, or what is raised."""
+def read_rank_tables(folder, rows):
+    """Return the digests of this rank's tables, or their errors."""
     from zerostart.distributed.world import current_world
 
     rank = int(os.environ["RANK"])
-    found = []
+    results = []
     for case in rows:
         table = Path(folder, f"rank{rank}.json")
         table.write_text(json.dumps(case[rank]))
         try:
-            found.append(contents(read_media(small(table), current_world())))
+            results.append(get_digests(read_media(make_config(table), current_world())))
         except ConfigError as error:
-            found.append(str(error))
-    return found
+            results.append(str(error))
+    return results
 
 
 @pytest.mark.slow
-def test_ranks_with_other_media_are_told_so(folder):
+def test_ranks_with_different_media_fail(folder):
     row, other, absent = (
         {"image": name, "prompt": "x"} for name in ("china.jpg", "flower.jpg", "absent.jpg")
     )
     cases = [([row], [row]), ([row], [other]), ([row], [row, other]), ([row], [absent])]
-    outcomes = rank_outcomes(read_own, 2, str(folder), cases, timeout=60)
+    outcomes = rank_outcomes(read_rank_tables, 2, str(folder), cases, timeout=60)
     assert all(outcome.ok for outcome in outcomes), outcomes
     first, second = (outcome.value for outcome in outcomes)
     assert first == second
-    assert first[0] == contents(MediaItems(small(folder / "rank0.json")))
+    assert first[0] == get_digests(MediaItems(make_config(folder / "rank0.json")))
     assert "the ranks differ in the media (rank 0: '1 rows," in first[1]
     assert "rank 1: '2 rows," in first[2]
     assert "absent.jpg: no such file" in first[3]
 
 
-def test_datasets_that_hugging_face_saved(folder):
+def test_saved_hugging_face_datasets(folder):
     datasets = pytest.importorskip("datasets")
     columns = {
         "image": [str(folder / "china.jpg"), str(folder / "flower.jpg")],
@@ -331,19 +325,19 @@ def test_datasets_that_hugging_face_saved(folder):
     }
     features = {"image": datasets.Image(), "edit_image": datasets.List(datasets.Image())}
     features = datasets.Features({**features, "text": datasets.Value("string")})
-    made = datasets.Dataset.from_dict(columns, features)
+    dataset = datasets.Dataset.from_dict(columns, features)
     (folder / "t.json").write_text(
         json.dumps([{"image": "china.jpg", "edit_image": ["flower.jpg"] * 2, "prompt": "roofs"}])
     )
-    expected = MediaItems(small(folder / "t.json"))[0]
-    datasets.DatasetDict({"train": made}).save_to_disk(folder / "several")
-    made.save_to_disk(folder / "one")
+    expected = MediaItems(make_config(folder / "t.json"))[0]
+    datasets.DatasetDict({"train": dataset}).save_to_disk(folder / "several")
+    dataset.save_to_disk(folder / "one")
     for name in ("several", "one"):
-        items = read_media(small(folder / name, prompt="text"), ALONE)
+        items = read_media(make_config(folder / name, prompt="text"), WORLD)
         assert len(items) == 2
-        same(items[0], expected)
+        assert_same(items[0], expected)
     with pytest.raises(ConfigError, match=r"cannot load the split 'test'"):
-        MediaItems(small(folder / "several", split="test"))
+        MediaItems(make_config(folder / "several", split="test"))
 
 
 def test_without_the_library_a_dataset_is_refused_by_name():
@@ -353,27 +347,26 @@ def test_without_the_library_a_dataset_is_refused_by_name():
         with pytest.raises(
             ConfigError, match=r"media\.source hf:a/b is a Hugging Face dataset.*pip install datasets"
         ):
-            MediaItems(small("hf:a/b"))
+            MediaItems(make_config("hf:a/b"))
 
 
-def test_what_a_directory_has_besides_is_told(folder, caplog):
-    """Extensions that it is not looked through for, with their number and a name."""
+def test_skipped_files_of_a_directory_are_logged(folder, caplog):
     for name in ("a.avif", "b.AVIF", "c.heic", "d.jfif", "notes", ".hidden.heic"):
         (folder / name).write_bytes(b"x")
     for picture in ("china", "flower"):
         (folder / f"{picture}.txt").write_text("text")
-    assert len(read_media(small(folder), ALONE)) == 2
-    (told,) = (record.getMessage() for record in caplog.records)
-    assert "skipped: 2 .avif, 1 .heic, 1 .jfif, 1 notes; pictures end with .jpg" in told
+    assert len(read_media(make_config(folder), WORLD)) == 2
+    (message,) = (record.getMessage() for record in caplog.records)
+    assert "skipped: 2 .avif, 1 .heic, 1 .jfif, 1 notes; pictures end with .jpg" in message
 
 
 @pytest.mark.parametrize("form", ["json", "jsonl"])
 def test_a_row_without_its_text_is_refused_by_row(folder, form):
-    """An empty one is meant; one that is not there may be written otherwise."""
+    """An empty text is intended; a missing one may be a misspelled column."""
     rows = [*ROWS, {"image": "china.jpg"}, {"image": "china.jpg", "Prompt": "a"}]
     text = json.dumps(rows) if form == "json" else "\n".join(map(json.dumps, rows))
     (folder / f"rows.{form}").write_text(text)
     place = "entry" if form == "json" else "line"
     with pytest.raises(ConfigError, match=rf"rows\.{form}, {place} 3: no 'prompt'; .*{place} 4: no 'prompt'"):
-        read_media(small(folder / f"rows.{form}"), ALONE)
-    assert len(read_media(small(folder / f"rows.{form}", prompt=None), ALONE)) == 4
+        read_media(make_config(folder / f"rows.{form}"), WORLD)
+    assert len(read_media(make_config(folder / f"rows.{form}", prompt=None), WORLD)) == 4

@@ -1,7 +1,6 @@
-"""Runs of flow matching on tiny transformers: examples on disk, a task that reads them, and plain torch.
+"""Flow-matching runs on tiny transformers, and a reference in plain torch.
 
-The reference calls each transformer as diffusers' own pipelines do, by their own functions, one example at a
-time.
+The reference calls each transformer by functions of diffusers' pipelines, one example at a time.
 """
 
 import hashlib
@@ -24,7 +23,7 @@ FAMILIES = {
     "flux2": ("flux.2 dev", (4, 4, 4), 32, (8,)),
     "z-image": ("z-image", (16, 8, 8), 16, (6, 9, 4)),
     "hunyuan-video": ("hunyuan-video", (4, 2, 4, 4), 16, (6,)),
-    "ltx2": ("ltx-2", (4, 2, 2, 4), 32, (6,)),  # for the video and for the sound 16 each
+    "ltx2": ("ltx-2", (4, 2, 2, 4), 32, (6,)),  # 16 each for video and audio
 }
 
 
@@ -32,10 +31,10 @@ def noise(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def examples(family: str, count: int, sizes: int = 1) -> list[dict[str, torch.Tensor]]:
-    """Examples of a family; texts differ in length where they may, and latents are of ``sizes`` widths."""
+def make_examples(family: str, count: int, sizes: int = 1) -> list[dict[str, torch.Tensor]]:
+    """Make examples with texts of several lengths and latents of ``sizes`` widths."""
     _, shape, width, lengths = FAMILIES[family]
-    made = []
+    items = []
     for number in range(count):
         length = lengths[number % len(lengths)]
         item = {
@@ -48,12 +47,12 @@ def examples(family: str, count: int, sizes: int = 1) -> list[dict[str, torch.Te
             item["pooled_prompt_embeds"] = noise(20, seed=200 + number)
         if family in ("hunyuan-video", "ltx2"):
             item["prompt_attention_mask"] = (torch.arange(length) < length - number % 3).long()
-        made.append(item)
-    return made
+        items.append(item)
+    return items
 
 
-class Kept:
-    """Examples in a file of torch.save."""
+class StoredExamples:
+    """Examples in a file written by ``torch.save``."""
 
     def __init__(self, path: str) -> None:
         self.items = torch.load(path)
@@ -73,89 +72,85 @@ class Kept:
 
 
 class StoredConfig(FlowConfig):
-    """With the file of the examples."""
-
     path: str
 
 
-class Stored(FlowMatching):
-    """Flow matching of examples in a file: what a user's own task looks like."""
+class StoredFlowMatching(FlowMatching):
+    """Flow matching on stored examples, written like a user's task."""
 
     Settings: ClassVar = StoredConfig
 
     def items(self, world):
-        return self.numbered(Kept(self.settings.path))
+        return self.numbered(StoredExamples(self.settings.path))
 
 
-def build(family: str) -> torch.nn.Module:
-    """The tiny transformer of a family, initialised from a seed."""
+def build_transformer(family: str) -> torch.nn.Module:
+    """Build the tiny transformer of a family from a seed."""
     torch.manual_seed(3)
     model = COMPONENTS[FAMILIES[family][0]].build()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            # Some are zero (an output layer), and some are left as they are found in memory.
+            # Some are initialised to zero, such as output layers, and some not at all.
             if name.endswith("pad_token") or not parameter.any():
                 parameter.copy_(0.05 * noise(*parameter.shape, seed=len(name)))
     return model
 
 
-def configured(
+def make_config(
     folder: Path, family: str, engine: str, stage: int, count: int = 12, sizes: int = 1, **train
 ) -> dict:
-    """The configuration of a run, with the model and the examples that it names."""
+    """Write a model and examples, and return the configuration of a run on them."""
     source = folder / family
     if not source.exists():
-        build(family).save_pretrained(source / "transformer")
+        build_transformer(family).save_pretrained(source / "transformer")
         index = {"_class_name": "DiffusionPipeline", "_diffusers_version": "0.35.0"}
-        named = ["diffusers", COMPONENTS[FAMILIES[family][0]].kind]
-        index |= {"transformer": named, "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"]}
+        kind = ["diffusers", COMPONENTS[FAMILIES[family][0]].kind]
+        index |= {"transformer": kind, "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"]}
         (source / "model_index.json").write_text(json.dumps(index))
         (source / "scheduler").mkdir()
         (source / "scheduler" / "scheduler_config.json").write_text("{}")
-        torch.save(examples(family, count, sizes), source / "examples.pt")
+        torch.save(make_examples(family, count, sizes), source / "examples.pt")
     return {
         "model": {"source": str(source)},
-        "task": {"name": "tests.training.diffusion.flow_items:Stored", "path": str(source / "examples.pt")},
+        "task": {"name": f"{__name__}:StoredFlowMatching", "path": str(source / "examples.pt")},
         "engine": {"name": engine, "zero_stage": stage},
         "train": {"steps": 3, "batch_size": 2, "learning_rate": 1e-3, "schedule": "constant", **train},
         "output": {"directory": str(folder / "out"), "overwrite": True},
     }
 
 
-def recorded_run(values: dict, dies_after: int | None = None) -> dict:
-    """Runs ``values`` here: losses, draws (number, time, noise) by batch, and the weights at the end.
+def run_and_record(values: dict, dies_after: int | None = None) -> dict:
+    """Run on this rank; return losses, draws, held-out draws and final weights.
 
-    And draws of what is held out, of which no batch is its own.
-
-    With ``dies_after`` the run fails after that step.
+    A draw is (number, time, noise). With ``dies_after`` the run fails after that step.
     """
     import zerostart
     from zerostart.training.config.load import parse_config
     from zerostart.training.loop import runner
 
-    batches, held, weights, drawn = [], [], {}, FlowMatching.drawn
+    batches, held_out, weights, draw = [], [], {}, FlowMatching.drawn
     step, export = runner._Run._step, runner.Exporter.save_final
 
-    def recording(self, batch, epoch):
-        made = drawn(self, batch, epoch)
+    def draw_and_record(self, batch, epoch):
+        batch_drawn = draw(self, batch, epoch)
         latents = [item["latents"] for item in batch["items"]]
         numbers = [int(item["index"]) for item in batch["items"]]
-        noises = [target + x for target, x in zip(made["target"], latents, strict=True)]
-        draws = list(zip(numbers, made["t"].tolist(), noises, strict=True))
-        batches.append(draws) if epoch >= 0 else held.extend(draws)
-        return made
+        noises = [target + x for target, x in zip(batch_drawn["target"], latents, strict=True)]
+        draws = list(zip(numbers, batch_drawn["t"].tolist(), noises, strict=True))
+        batches.append(draws) if epoch >= 0 else held_out.extend(draws)
+        return batch_drawn
 
-    def dying(self, number, source):
+    def step_or_die(self, number, source):
         if dies_after is not None and number > dies_after:
             raise OSError("the machine is gone")
         step(self, number, source)
 
-    def exporting(self, *others):
+    def export_and_record(self, *arguments):
         weights.update(zerostart.full_tensors(self._model, rank=None))
-        return export(self, *others)
+        return export(self, *arguments)
 
-    FlowMatching.drawn, runner._Run._step = recording, dying
-    runner.Exporter.save_final = exporting
+    FlowMatching.drawn, runner._Run._step = draw_and_record, step_or_die
+    runner.Exporter.save_final = export_and_record
     if dies_after is not None:
         with pytest.raises(OSError, match="the machine is gone"):
             runner.train(parse_config(values))
@@ -165,7 +160,7 @@ def recorded_run(values: dict, dies_after: int | None = None) -> dict:
     return {
         "batches": batches,
         "losses": [line["loss"] for line in lines if "loss" in line],
-        "held": held,
+        "held": held_out,
         "held_out": result.held_out,
         "directory": result.directory,
         "items": [line["items"] for line in lines if "items" in line],
@@ -173,8 +168,10 @@ def recorded_run(values: dict, dies_after: int | None = None) -> dict:
     }
 
 
-def velocity(family: str, model, x: torch.Tensor, t: float, item: dict[str, torch.Tensor]) -> torch.Tensor:
-    """What ``model`` predicts for one example, called as diffusers' pipeline of the family calls it."""
+def predict_velocity(
+    family: str, model, x: torch.Tensor, t: float, item: dict[str, torch.Tensor]
+) -> torch.Tensor:
+    """Call ``model`` on one example as diffusers' pipeline of the family does."""
     import diffusers
 
     x, text = x[None], item["prompt_embeds"][None]
@@ -187,9 +184,9 @@ def velocity(family: str, model, x: torch.Tensor, t: float, item: dict[str, torc
     if family == "flux2":
         kind = diffusers.Flux2Pipeline
         ids = kind._prepare_latent_ids(x)
-        told = torch.ones(1) if model.config.guidance_embeds else None
+        guidance = torch.ones(1) if model.config.guidance_embeds else None
         out = model(
-            kind._pack_latents(x), text, time, ids, kind._prepare_text_ids(text), told, return_dict=False
+            kind._pack_latents(x), text, time, ids, kind._prepare_text_ids(text), guidance, return_dict=False
         )[0]
         return kind._unpack_latents_with_ids(out, ids)[0]
     if family == "qwen-image":
@@ -200,21 +197,21 @@ def velocity(family: str, model, x: torch.Tensor, t: float, item: dict[str, torc
         return kind._unpack_latents(out, height * 8, width * 8, 8)[0][:, 0]
     if family == "hunyuan-video":
         mask, pooled = item["prompt_attention_mask"][None], item["pooled_prompt_embeds"][None]
-        told = torch.tensor([1.0]) * 1000.0
-        return model(x, time * 1000, text, mask, pooled, told, return_dict=False)[0][0]
+        guidance = torch.tensor([1.0]) * 1000.0
+        return model(x, time * 1000, text, mask, pooled, guidance, return_dict=False)[0][0]
     if family == "ltx2":
-        return ltx2(model, x, time * 1000, text, item["prompt_attention_mask"][None])
+        return call_ltx2(model, x, time * 1000, text, item["prompt_attention_mask"][None])
     kind = diffusers.FluxPipeline
     tokens = kind._pack_latents(x, 1, x.shape[1], height, width)
     ids = kind._prepare_latent_image_ids(1, height // 2, width // 2, "cpu", torch.float32)
-    words = torch.zeros(text.shape[1], 3)
+    text_ids = torch.zeros(text.shape[1], 3)
     pooled = item["pooled_prompt_embeds"][None]
-    out = model(tokens, text, pooled, time, ids, words, torch.ones(1), return_dict=False)[0]
+    out = model(tokens, text, pooled, time, ids, text_ids, torch.ones(1), return_dict=False)[0]
     return kind._unpack_latents(out, height * 8, width * 8, 8)[0]
 
 
-def ltx2(model, x, time, text, mask) -> torch.Tensor:
-    """The call of the pipeline for its guidance by modality; what the sound is makes no difference."""
+def call_ltx2(model, x, time, text, mask) -> torch.Tensor:
+    """Call as the pipeline does for modality guidance, where the audio has no influence."""
     import diffusers
 
     kind = diffusers.LTX2Pipeline
@@ -244,23 +241,23 @@ def ltx2(model, x, time, text, mask) -> torch.Tensor:
     return kind._unpack_latents(out, frames, height, width)[0]
 
 
-def train_alone(values: dict, family: str, steps: list) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """The losses and the weights of one process in plain torch that sees all examples of each step."""
-    model = opened(values, family)
-    losses = losses_alone(model, values, family, steps)
+def train_reference(values: dict, family: str, steps: list) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Train in one process on all examples of each step; return losses and weights."""
+    model = load_transformer(values, family)
+    losses = train_model(model, values, family, steps)
     return losses, {name: tensor.detach() for name, tensor in model.state_dict().items()}
 
 
-def opened(values: dict, family: str) -> torch.nn.Module:
-    """The transformer that a run starts from, by diffusers alone."""
+def load_transformer(values: dict, family: str) -> torch.nn.Module:
+    """Load the transformer that a run starts from with diffusers."""
     import diffusers
 
     kind = getattr(diffusers, COMPONENTS[FAMILIES[family][0]].kind)
     return kind.from_pretrained(Path(values["model"]["source"]) / "transformer").train()
 
 
-def losses_alone(model: torch.nn.Module, values: dict, family: str, steps: list) -> list[float]:
-    """Train what of ``model`` needs a gradient, as ``train_alone`` does; the losses."""
+def train_model(model: torch.nn.Module, values: dict, family: str, steps: list) -> list[float]:
+    """Train the parameters of ``model`` that need gradients, and return the losses."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     decay = values["train"].get("weight_decay", 0.0)
     groups = [
@@ -271,7 +268,7 @@ def losses_alone(model: torch.nn.Module, values: dict, family: str, steps: list)
     items = torch.load(values["task"]["path"])
     losses = []
     for step in steps:
-        loss = mean_alone(model, items, family, step)
+        loss = compute_loss(model, items, family, step)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, values["train"].get("max_grad_norm", 1.0))
         optimizer.step()
@@ -280,11 +277,11 @@ def losses_alone(model: torch.nn.Module, values: dict, family: str, steps: list)
     return losses
 
 
-def mean_alone(model: torch.nn.Module, items: list, family: str, draws: list) -> torch.Tensor:
-    """The mean of the losses of examples, one after the other."""
+def compute_loss(model: torch.nn.Module, items: list, family: str, draws: list) -> torch.Tensor:
+    """Return the mean loss of examples, one after the other."""
     loss = torch.zeros(())
     for number, t, eps in draws:
         x = items[number]["latents"]
-        found = velocity(family, model, (1 - t) * x + t * eps, t, items[number])
-        loss = loss + mse_loss(found, eps - x) / len(draws)
+        prediction = predict_velocity(family, model, (1 - t) * x + t * eps, t, items[number])
+        loss = loss + mse_loss(prediction, eps - x) / len(draws)
     return loss

@@ -1,4 +1,4 @@
-"""Tiny pipelines of diffusers around the tiny transformers: a VAE, a scheduler, and texts as embeddings."""
+"""Tiny pipelines of diffusers: transformer, VAE and scheduler, with texts as embeddings."""
 
 from pathlib import Path
 from typing import Any
@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 from tests.diffusion.components import COMPONENTS
-from tests.training.diffusion.flow_items import build, examples, noise
+from tests.training.diffusion.flow_items import build_transformer, make_examples, noise
 
-#: The pipeline of each family, its VAE with what is changed there, its scheduler, and the size of a picture.
+#: Pipeline, VAE with changes of its configuration, scheduler, and picture size of each family.
 _EULER = "FlowMatchEulerDiscreteScheduler"
 PIPELINES: dict[str, tuple[str, str, dict[str, Any], str, dict[str, Any]]] = {
     "wan": ("WanPipeline", "wan2.1 vae", {}, "UniPCMultistepScheduler", {"height": 32, "num_frames": 9}),
@@ -39,52 +39,52 @@ PIPELINES: dict[str, tuple[str, str, dict[str, Any], str, dict[str, Any]]] = {
 
 
 def save_pipeline(folder: Path, family: str) -> Path:
-    """The pipeline of a family with its tiny transformer, saved by diffusers."""
     import diffusers
 
-    kind, vae, changed, scheduler, _ = PIPELINES[family]
+    kind, vae, changes, scheduler, _ = PIPELINES[family]
     flow = {"use_flow_sigmas": True, "prediction_type": "flow_prediction"} if family == "wan" else {}
     torch.manual_seed(11)
     component = COMPONENTS[vae]
     parts = {
-        "transformer": build(family),
-        "vae": component.find_class()(**{**component.config, **changed}),
+        "transformer": build_transformer(family),
+        "vae": component.find_class()(**{**component.config, **changes}),
         "scheduler": getattr(diffusers, scheduler)(**flow),
     }
-    getattr(diffusers, kind)(**parts, **_absent(family)).save_pretrained(folder)
+    getattr(diffusers, kind)(**parts, **_absent_components(family)).save_pretrained(folder)
     return folder
 
 
-def _absent(family: str) -> dict[str, None]:
-    """What a pipeline is without."""
+def _absent_components(family: str) -> dict[str, None]:
     two = family in ("flux", "hunyuan-video")
     names = ["text_encoder", "tokenizer", *(["text_encoder_2", "tokenizer_2"] if two else [])]
-    more = ["image_encoder", "feature_extractor"] if family == "flux" else []
-    return dict.fromkeys([*names, *more])
+    extra = ["image_encoder", "feature_extractor"] if family == "flux" else []
+    return dict.fromkeys([*names, *extra])
 
 
-def drawn_by(folder: Any, family: str, weights: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
-    """What the pipeline in ``folder`` draws for a text, with other ``weights`` in it if given."""
+def draw_with_pipeline(
+    folder: Any, family: str, weights: dict[str, torch.Tensor] | None = None
+) -> torch.Tensor:
+    """Draw with the pipeline in ``folder``, and with other ``weights`` if given."""
     import diffusers
 
     kind, _, _, _, size = PIPELINES[family]
-    pipe = getattr(diffusers, kind).from_pretrained(folder, **_absent(family))
+    pipe = getattr(diffusers, kind).from_pretrained(folder, **_absent_components(family))
     if weights is not None:
         pipe.transformer.load_state_dict(weights)
     pipe.set_progress_bar_config(disable=True)
-    item = examples(family, 1)[0]
+    item = make_examples(family, 1)[0]
     text = item["prompt_embeds"]
-    given: dict[str, Any] = {"prompt_embeds": [text] if family == "z-image" else text[None]}
+    inputs: dict[str, Any] = {"prompt_embeds": [text] if family == "z-image" else text[None]}
     if family == "hunyuan-video":
-        given["prompt_attention_mask"] = item["prompt_attention_mask"][None]
+        inputs["prompt_attention_mask"] = item["prompt_attention_mask"][None]
     if family in ("flux", "hunyuan-video"):
-        given["pooled_prompt_embeds"] = item["pooled_prompt_embeds"][None]
+        inputs["pooled_prompt_embeds"] = item["pooled_prompt_embeds"][None]
     if family == "wan":
-        given["negative_prompt_embeds"] = noise(*text.shape, seed=77)[None]
+        inputs["negative_prompt_embeds"] = noise(*text.shape, seed=77)[None]
     if family == "z-image":
-        given["negative_prompt_embeds"] = [noise(4, 16, seed=77)]
+        inputs["negative_prompt_embeds"] = [noise(4, 16, seed=77)]
     result = pipe(
-        **given,
+        **inputs,
         **size,
         width=size["height"],
         num_inference_steps=3,

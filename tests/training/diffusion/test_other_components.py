@@ -1,4 +1,4 @@
-"""The parts of a pipeline that a run does not train: copied beside what it trained, or left as they are."""
+"""Untrained components of a pipeline are copied to the output of a run."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from zerostart.training.diffusion.flow_source import copy_others
 
 @pytest.fixture
 def pipeline(tmp_path):
-    """A pipeline of two models, with a run's folder beside them."""
+    """Pipeline of two models, with the output folder of a run in it."""
     root = tmp_path / "pipeline"
     for name in ("transformer", "vae", "out"):
         (root / name).mkdir(parents=True)
@@ -21,39 +21,39 @@ def pipeline(tmp_path):
     return root
 
 
-def test_a_pipeline_that_is_trained_in_its_place_keeps_its_parts(pipeline):
+def test_pipeline_trained_in_place_keeps_its_components(pipeline):
     copy_others(pipeline, "transformer", pipeline)
     assert (pipeline / "vae" / "config.json").read_text() == "vae"
     copy_others(pipeline, "transformer", pipeline / "out")
-    assert sorted(one.name for one in (pipeline / "out").iterdir()) == [
+    assert sorted(entry.name for entry in (pipeline / "out").iterdir()) == [
         "config.json",
         "model_index.json",
         "vae",
     ]
 
 
-def test_what_runs_left_beside_a_pipeline_is_none_of_it(pipeline, tmp_path):
-    """The output of one run is the source of the next, whose own checkpoints are to stay."""
-    made = tmp_path / "made"
-    for folder, text in ((pipeline, "the first"), (made, "the second")):
+def test_folders_of_runs_are_not_copied(pipeline, tmp_path):
+    """The output of one run may be the source of the next."""
+    output = tmp_path / "made"
+    for folder, text in ((pipeline, "the first"), (output, "the second")):
         (folder / "ema").mkdir(parents=True)
         (folder / "ema" / "config.json").write_text(text)
-    copy_others(pipeline, "transformer", made)
-    assert (made / "ema" / "config.json").read_text() == "the second"
+    copy_others(pipeline, "transformer", output)
+    assert (output / "ema" / "config.json").read_text() == "the second"
 
 
 def test_files_that_cannot_be_linked_are_copied(pipeline, tmp_path, monkeypatch):
-    def refused(source, target):
-        raise PermissionError(1, "Operation not permitted")  # what a system says of another user's file
+    def refuse_link(source, target):
+        raise PermissionError(1, "Operation not permitted")  # the error for a file of another user
 
-    monkeypatch.setattr("os.link", refused)
+    monkeypatch.setattr("os.link", refuse_link)
     (tmp_path / "made").mkdir()
     copy_others(pipeline, "transformer", tmp_path / "made")
     assert (tmp_path / "made" / "vae" / "config.json").read_text() == "vae"
 
 
 @pytest.mark.parametrize("kind", ["fifo", "folder"])
-def test_what_has_no_end_is_not_copied(tmp_path, kind):
+def test_special_files_and_folder_links_are_refused(tmp_path, kind):
     root = tmp_path / "root"
     (tmp_path / "made").mkdir()
     (root / "scheduler").mkdir(parents=True)
@@ -67,20 +67,20 @@ def test_what_has_no_end_is_not_copied(tmp_path, kind):
     assert not (tmp_path / "made" / "model_index.json").exists()
 
 
-def test_files_of_others_stay_beside_a_copied_part(pipeline, tmp_path):
-    """And no weights of an earlier base are read in the place of the new ones, as an index would be."""
-    made, vae = tmp_path / "made", pipeline / "vae"
+def test_user_files_next_to_copied_components_stay(pipeline, tmp_path):
+    """Old weights files are removed: an index would be read before the new file."""
+    output, vae = tmp_path / "made", pipeline / "vae"
     (vae / "diffusion_pytorch_model.safetensors").write_text("new")
-    (made / "vae").mkdir(parents=True)
+    (output / "vae").mkdir(parents=True)
     for name in ("-00001-of-00002.safetensors", ".safetensors.index.json", ".safetensors"):
-        (made / "vae" / f"diffusion_pytorch_model{name}").write_text("old")
+        (output / "vae" / f"diffusion_pytorch_model{name}").write_text("old")
     for name in ("notes", "other.safetensors"):
-        (made / "vae" / name).write_text("mine")
+        (output / "vae" / name).write_text("mine")
     (tmp_path / "mine").write_text("mine")
-    (made / "model_index.json").symlink_to(tmp_path / "mine")
+    (output / "model_index.json").symlink_to(tmp_path / "mine")
     for _ in range(2):
-        copy_others(pipeline, "transformer", made)
-        assert {file.name: file.read_text() for file in (made / "vae").iterdir()} == {
+        copy_others(pipeline, "transformer", output)
+        assert {file.name: file.read_text() for file in (output / "vae").iterdir()} == {
             "config.json": "vae",
             "diffusion_pytorch_model.safetensors": "new",
             "notes": "mine",
@@ -88,6 +88,6 @@ def test_files_of_others_stay_beside_a_copied_part(pipeline, tmp_path):
         }
     assert (tmp_path / "mine").read_text() == "mine"
     (tmp_path / "second").mkdir()
-    (tmp_path / "second" / "vae").symlink_to(made / "vae")
+    (tmp_path / "second" / "vae").symlink_to(output / "vae")
     with pytest.raises(ConfigError, match="is a link"):
         copy_others(pipeline, "transformer", tmp_path / "second")

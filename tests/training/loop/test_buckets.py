@@ -1,4 +1,4 @@
-"""The order of examples that differ in shape: one shape a batch, the same for any number of ranks."""
+"""Order of examples: a batch has one shape; the number of ranks changes nothing."""
 
 import logging
 from collections import Counter
@@ -21,7 +21,7 @@ SHAPES = st.lists(st.integers(0, 4), min_size=1, max_size=60)
 SIZES = {"batch_size": st.integers(1, 3), "step": st.integers(1, 12), "seed": st.integers(0, 2**40)}
 
 
-def epoch_of(buckets, epoch):
+def list_epoch(buckets, epoch):
     buckets.set_epoch(epoch)
     return list(buckets)
 
@@ -30,16 +30,16 @@ def epoch_of(buckets, epoch):
 @settings(max_examples=count_examples(100))
 def test_whole_steps_of_batches_of_one_shape(shapes, batch_size, step, seed, epoch):
     buckets = Buckets(shapes, batch_size, step, seed)
-    batches = epoch_of(buckets, epoch)
+    batches = list_epoch(buckets, epoch)
     assert len(batches) == len(buckets)
     assert len(batches) % step == 0
     assert all(len(batch) == batch_size for batch in batches)
     assert all(len({shapes[index] for index in batch}) == 1 for batch in batches)
-    seen = Counter(index for batch in batches for index in batch)
-    assert set(seen.values()) <= {1}
+    counts = Counter(index for batch in batches for index in batch)
+    assert set(counts.values()) <= {1}
     # Left out: less than a batch of each shape, and less than a step of batches.
-    left = Counter(shapes) - Counter(shapes[index] for index in seen)
-    assert sum(count // batch_size for count in left.values()) < step
+    left_out = Counter(shapes) - Counter(shapes[index] for index in counts)
+    assert sum(count // batch_size for count in left_out.values()) < step
     # Steps of several shapes come last, and are no more than are needed.
     mixed = [
         len({shapes[batch[0]] for batch in batches[at : at + step]}) > 1
@@ -52,25 +52,25 @@ def test_whole_steps_of_batches_of_one_shape(shapes, batch_size, step, seed, epo
 @given(shapes=SHAPES, epoch=st.integers(0, 3), start=st.integers(0, 40), **SIZES)
 @settings(max_examples=count_examples(100))
 def test_a_step_has_the_same_examples_on_any_number_of_ranks(shapes, batch_size, step, seed, epoch, start):
-    """As accelerate divides them; and from where a run on another number of ranks has stopped."""
-    whole = epoch_of(Buckets(shapes, batch_size, step, seed), epoch)
+    """Accelerate divides the batches, also after a skip."""
+    whole = list_epoch(Buckets(shapes, batch_size, step, seed), epoch)
     for ranks in (1, 2, 3, 4):
         if step % ranks:
             continue
         steps = start % (len(whole) // step + 1)
-        own = []
+        parts = []
         for rank in range(ranks):
             buckets = Buckets(shapes, batch_size, step, seed)
             buckets.skip(steps * step)
             shard = BatchSamplerShard(buckets, ranks, rank) if ranks > 1 else buckets
-            own.append(epoch_of(shard if ranks == 1 else _Told(shard, buckets), epoch))
-            assert epoch_of(buckets, epoch) == whole  # one pass alone begins later
-        together = [batch for batches in zip(*own, strict=True) for batch in batches]
-        assert together == whole[steps * step :]
+            parts.append(list_epoch(shard if ranks == 1 else _EpochShard(shard, buckets), epoch))
+            assert list_epoch(buckets, epoch) == whole  # only one pass skips
+        merged = [batch for batches in zip(*parts, strict=True) for batch in batches]
+        assert merged == whole[steps * step :]
 
 
-class _Told:
-    """A shard whose sampler of batches is told the epoch, as accelerate's loader does it."""
+class _EpochShard:
+    """Shard that passes the epoch to its batch sampler, as accelerate's loader does."""
 
     def __init__(self, shard, buckets):
         self.shard, self.buckets = shard, buckets
@@ -88,7 +88,7 @@ def test_examples_of_one_shape_come_as_accelerate_shuffles_them(count, batch_siz
     sampler = SeedableRandomSampler(range(count), data_seed=seed)
     sampler.set_epoch(epoch)
     order = [
-        index for batch in epoch_of(Buckets([0] * count, batch_size, step, seed), epoch) for index in batch
+        index for batch in list_epoch(Buckets([0] * count, batch_size, step, seed), epoch) for index in batch
     ]
     assert order == list(sampler)[: count // (batch_size * step) * batch_size * step]
 
@@ -96,10 +96,10 @@ def test_examples_of_one_shape_come_as_accelerate_shuffles_them(count, batch_siz
 def test_each_epoch_has_another_order_and_leaves_out_others():
     buckets = Buckets([0] * 10 + [1] * 5, 2, 2, seed=3)
     random_state = torch.get_rng_state()
-    epochs = [epoch_of(buckets, epoch) for epoch in range(20)]
+    epochs = [list_epoch(buckets, epoch) for epoch in range(20)]
     assert torch.equal(random_state, torch.get_rng_state())
     assert len({str(epoch) for epoch in epochs}) == 20
-    assert epochs[3] == epoch_of(buckets, 3)
+    assert epochs[3] == list_epoch(buckets, 3)
     assert {index for epoch in epochs for batch in epoch for index in batch} == set(range(15))
 
 
@@ -107,11 +107,11 @@ def test_each_epoch_has_another_order_and_leaves_out_others():
     ("shapes", "batch_size", "step", "warned"),
     [(["a"] * 12, 3, 1, False), (["a"] * 12, 3, 2, True), (["a", "b"] * 6, 3, 1, True)],
 )
-def test_going_on_in_another_order_is_told(shapes, batch_size, step, warned, monkeypatch, caplog):
-    """A run that did 3 batches of 1 a step goes on with 1 of 3, or with another number of examples."""
+def test_resuming_in_another_order_warns(shapes, batch_size, step, warned, monkeypatch, caplog):
+    """Resume 3 batches of 1 in a step as 1 batch of 3."""
     before = Buckets(shapes, 1, 3, 0)
     now = Buckets(shapes, batch_size, step, 0)
-    monkeypatch.setattr(checkpoints, "restore_state", lambda *given: None)
+    monkeypatch.setattr(checkpoints, "restore_state", lambda *arguments: None)
     extra = {
         "course": {"data": "d"},
         "order": before.order,
@@ -144,13 +144,13 @@ def test_going_on_in_another_order_is_told(shapes, batch_size, step, warned, mon
     epochs=st.integers(1, 3),
 )
 @settings(max_examples=count_examples(100))
-def test_epochs_are_the_steps_that_going_over_the_data_takes(shapes, ranks, accumulation, batch_size, epochs):
-    """Counted by going over what torch and accelerate give a rank."""
+def test_epochs_are_converted_to_steps(shapes, ranks, accumulation, batch_size, epochs):
+    """The expected steps are counted over accelerate's shards."""
     batches = Buckets(shapes, batch_size, ranks * accumulation, 0)
-    each = [len(list(BatchSamplerShard(batches, ranks, rank, even_batches=True))) for rank in range(ranks)]
+    counts = [len(list(BatchSamplerShard(batches, ranks, rank, even_batches=True))) for rank in range(ranks)]
     train = TrainingConfig(epochs=epochs, batch_size=batch_size, accumulation=accumulation, seed=0)
-    made = convert_epochs(_Items(shapes), train, ranks)
-    assert [made.steps] * ranks == [max(1, -(-epochs * rounds // accumulation)) for rounds in each]
+    converted = convert_epochs(_Items(shapes), train, ranks)
+    assert [converted.steps] * ranks == [max(1, -(-epochs * rounds // accumulation)) for rounds in counts]
 
 
 class _Items(list):

@@ -1,4 +1,4 @@
-"""Ranks with other data or another configuration are told so, all of them, before anything is loaded."""
+"""Ranks with different data or configurations all fail before the load."""
 
 import os
 import shutil
@@ -15,7 +15,7 @@ TEXT = "the cat sat on the mat, and the dog sat on the cat. "
 
 @pytest.fixture
 def values(checkpoints, tokenizer_path, tmp_path):
-    """The configuration of a run whose data lie in a folder of each rank's own, with two files."""
+    """Configuration of a run whose ranks read different folders of two files."""
     for rank in range(3):
         (tmp_path / f"rank{rank}").mkdir()
         (tmp_path / f"rank{rank}" / "a.txt").write_text(TEXT * 10)
@@ -35,19 +35,19 @@ def values(checkpoints, tokenizer_path, tmp_path):
 
 
 def run(values, changes):
-    """A run in which this rank reads its own copy of the data, with its own changes."""
+    """Run on this rank's copy of the data, with this rank's changes."""
     from zerostart.training.loop.runner import train
 
     rank = int(os.environ["RANK"])
     folder = Path(values["task"]["source"], f"rank{rank}")
-    own = {**values, "task": {**values["task"], "source": str(folder)}}
+    config = {**values, "task": {**values["task"], "source": str(folder)}}
     for section, keys in changes.get(rank, {}).items():
-        own[section] = {**own[section], **keys}
-    return train(parse_config(own)).steps
+        config[section] = {**config[section], **keys}
+    return train(parse_config(config)).steps
 
 
-def refusals(values, changes=None, ranks=3):
-    """The one text with which all ranks end."""
+def catch_error(values, changes=None, ranks=3):
+    """Return the error text, which all ranks share."""
     outcomes = rank_outcomes(run, ranks, values, changes or {}, timeout=60, grace=20)
     assert [outcome.error for outcome in outcomes] == ["zerostart.errors.ConfigError"] * ranks, outcomes
     (text,) = {outcome.message for outcome in outcomes}
@@ -55,23 +55,23 @@ def refusals(values, changes=None, ranks=3):
 
 
 @pytest.mark.slow
-def test_copies_of_the_same_data_will_do(values):
+def test_equal_copies_of_the_data_are_accepted(values):
     assert run_ranks(run, 2, values, {}) == [2, 2]
 
 
 def test_a_rank_with_other_data_stops_all(values, tmp_path):
     (tmp_path / "rank1" / "b.txt").write_text(TEXT.replace("cat", "rat") * 10)
-    assert "the ranks differ in the data (rank 0: " in refusals(values, ranks=2)
+    assert "the ranks differ in the data (rank 0: " in catch_error(values, ranks=2)
 
 
 @pytest.mark.slow
 def test_a_rank_without_data_stops_all(values, tmp_path):
     shutil.rmtree(tmp_path / "rank1")
-    assert refusals(values, ranks=2).startswith(f"rank 1: task.source {tmp_path}/rank1: no such file")
+    assert catch_error(values, ranks=2).startswith(f"rank 1: task.source {tmp_path}/rank1: no such file")
 
 
 @pytest.mark.parametrize(
-    ("section", "key", "value", "told"),
+    ("section", "key", "value", "message"),
     [
         ("train", "steps", 3, "train.steps (rank 0: 2; rank 1: 3)"),
         ("task", "packing", False, "task.packing (rank 0: True; rank 1: False)"),
@@ -80,6 +80,6 @@ def test_a_rank_without_data_stops_all(values, tmp_path):
         pytest.param("output", "every", 1, "output.every (rank 0: 0; rank 1: 1)", marks=pytest.mark.slow),
     ],
 )
-def test_another_configuration_is_named_by_its_key(values, section, key, value, told):
-    text = refusals(values, {1: {section: {key: value}}})
-    assert f"the ranks differ in {told}" in text
+def test_another_configuration_is_named_by_its_key(values, section, key, value, message):
+    text = catch_error(values, {1: {section: {key: value}}})
+    assert f"the ranks differ in {message}" in text

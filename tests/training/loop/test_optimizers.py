@@ -1,4 +1,4 @@
-"""Optimizers by name, and what is refused before anything is read."""
+"""Optimizers by name, and errors before any file is read."""
 
 import re
 
@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from tests.ranks import run_ranks
-from tests.training.loop.test_resumed_runs import going_on, interrupted
-from tests.training.loop.test_run import losses, run
-from tests.training.loop.test_run import values as values
+from tests.training.loop.test_resumed_runs import run_interrupted, with_checkpoints
+from tests.training.loop.test_run import make_config as make_config
+from tests.training.loop.test_run import read_losses, run
 from zerostart.engines import Mesh, check_choice, optimizers
 from zerostart.errors import ConfigError
 from zerostart.training import register_elementwise_optimizer
@@ -17,17 +17,19 @@ from zerostart.training.loop.optimizers import check_optimizer, optimizer_factor
 
 
 @pytest.mark.slow
-def test_factors_go_on_exactly(checkpoints, values):
-    """Adafactor's rows and columns are no elements of a parameter: they are kept as they are."""
+def test_adafactor_resumes_exactly(checkpoints, make_config):
+    """Adafactor's factors do not match parameter elements, and are saved as they are."""
     options = {"steps": 4, "optimizer": "torch.optim:Adafactor"}
-    whole = {"engine": {"name": "fsdp2", "zero_stage": 0}}
-    straight = run_ranks(run, 2, values(checkpoints("qwen3"), output="straight", **options) | whole)[0]
-    given = going_on(values(checkpoints("qwen3"), output="resumed", **options) | whole, every=2)
-    run_ranks(interrupted, 2, given, 3)
-    assert losses(run_ranks(run, 2, given)[0]) == losses(straight)
+    engine = {"engine": {"name": "fsdp2", "zero_stage": 0}}
+    straight = run_ranks(run, 2, make_config(checkpoints("qwen3"), output="straight", **options) | engine)[0]
+    config = with_checkpoints(
+        make_config(checkpoints("qwen3"), output="resumed", **options) | engine, every=2
+    )
+    run_ranks(run_interrupted, 2, config, 3)
+    assert read_losses(run_ranks(run, 2, config)[0]) == read_losses(straight)
 
 
-def refused(engine, **train):
+def catch_refusal(engine, **train):
     chosen = check_choice(engine, 3).for_stage(3, None, Mesh(1), None)
     with pytest.raises(ConfigError) as caught:
         check_optimizer(TrainingConfig(**{"steps": 1, **train}), chosen)
@@ -35,7 +37,7 @@ def refused(engine, **train):
 
 
 @pytest.mark.parametrize(
-    ("train", "told"),
+    ("train", "message"),
     [
         ({"optimizer": "adamv"}, "train.optimizer 'adamv' is unknown .*: it is one of "),
         (
@@ -59,20 +61,22 @@ def refused(engine, **train):
         ({"optimizer": "torch.nn:Linear"}, "does not name a class derived from torch.optim.Optimizer"),
     ],
 )
-def test_refused_in_one_sentence(train, told):
-    assert re.search(told, refused("fsdp2", **train))
+def test_refusal_names_the_mistake(train, message):
+    assert re.search(message, catch_refusal("fsdp2", **train))
 
 
 @pytest.mark.parametrize("engine", ["deepspeed", "fsdp2"])
-def test_an_optimizer_that_mixes_elements_is_refused_with_shards(engine):
-    """Whole parameters are right for any optimizer; a class of the user's may be registered."""
-    assert "Adafactor is not known to step each element by itself" in refused(engine, optimizer="adafactor")
-    assert "set engine.zero_stage to 0" in refused(engine, optimizer="torch.optim:Muon")
+def test_optimizer_that_mixes_elements_is_refused_with_shards(engine):
+    """Unsharded parameters work with any optimizer."""
+    assert "Adafactor is not known to step each element by itself" in catch_refusal(
+        engine, optimizer="adafactor"
+    )
+    assert "set engine.zero_stage to 0" in catch_refusal(engine, optimizer="torch.optim:Muon")
     whole = check_choice(engine, 0).for_stage(0, None, Mesh(1), None)
     check_optimizer(TrainingConfig(steps=1, optimizer="torch.optim:Adafactor"), whole)
 
 
-def test_a_registered_class_is_taken(monkeypatch):
+def test_registered_class_is_accepted(monkeypatch):
     monkeypatch.setattr(optimizers, "_elementwise", set(optimizers._elementwise))
     chosen = check_choice("fsdp2", 3).for_stage(3, None, Mesh(1), None)
     name = f"{__name__}:OwnSgd"
@@ -86,14 +90,17 @@ class OwnSgd(torch.optim.SGD):
     pass
 
 
-def test_adagrad_is_refused_where_runs_of_parameters_are_stepped():
-    assert "makes its state before the first step" in refused("deepspeed", optimizer="adagrad")
+def test_adagrad_is_refused_on_deepspeed():
+    assert "makes its state before the first step" in catch_refusal("deepspeed", optimizer="adagrad")
 
 
-def test_the_class_its_arguments_and_those_of_the_section():
-    """A class of one's own by its module, as torch makes it."""
+def test_optimizer_has_the_configured_arguments():
     train = {"steps": 1, "learning_rate": 0.3, "optimizer_args": {"momentum": 0.9}}
-    made = optimizer_factory(TrainingConfig(optimizer="torch.optim:SGD", **train))(
+    optimizer = optimizer_factory(TrainingConfig(optimizer="torch.optim:SGD", **train))(
         [torch.nn.Parameter(torch.ones(2))]
     )
-    assert (type(made), made.defaults["lr"], made.defaults["momentum"]) == (torch.optim.SGD, 0.3, 0.9)
+    assert (type(optimizer), optimizer.defaults["lr"], optimizer.defaults["momentum"]) == (
+        torch.optim.SGD,
+        0.3,
+        0.9,
+    )

@@ -1,4 +1,4 @@
-"""What a run shows, and what it writes down."""
+"""Terminal output and ``metrics.jsonl`` of a run, and its learning rates."""
 
 import json
 import typing
@@ -15,7 +15,7 @@ from zerostart.training.loop.session import learning_rate_schedule
 GIGA = 2**30
 
 
-def test_numbers_that_are_not_finite_are_null(tmp_path, capsys):
+def test_nonfinite_numbers_are_null(tmp_path, capsys):
     file = tmp_path / "metrics.jsonl"
     with Display(3, file, 1, active=True) as display:
         figures = {"learning_rate": 0.1, "items": 7, "seconds": 2.0, "peak_bytes": GIGA}
@@ -25,8 +25,8 @@ def test_numbers_that_are_not_finite_are_null(tmp_path, capsys):
     lines = [json.loads(line, parse_constant=pytest.fail) for line in file.read_text().splitlines()]
     assert [line.get("loss") for line in lines] == [None, 1.0, None]
     assert lines[0]["gradient_norm"] is lines[2]["held_out_loss"] is None
-    shown = capsys.readouterr().out  # a person is told what it was
-    assert "step 1/3  loss nan  lr 1.0e-01  3.50 items/s" in shown
+    printed = capsys.readouterr().out  # the terminal shows the value
+    assert "step 1/3  loss nan  lr 1.0e-01  3.50 items/s" in printed
 
 
 @pytest.mark.parametrize(
@@ -40,30 +40,27 @@ def test_durations(seconds, shown):
     assert duration(seconds) == shown
 
 
-# The learning rate of each step, beside transformers' own.
-
-
 RATE, STEPS = 1e-2, 12
 
 
-def rates(make):
+def list_rates(make):
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=RATE)
     scheduler = make(optimizer)
-    found = []
+    learning_rates = []
     for _ in range(STEPS):
-        found.append(optimizer.param_groups[0]["lr"])
-        assert scheduler.get_last_lr() == found[-1:]
+        learning_rates.append(optimizer.param_groups[0]["lr"])
+        assert scheduler.get_last_lr() == learning_rates[-1:]
         optimizer.step()
         scheduler.step()
-    return found
+    return learning_rates
 
 
 @pytest.mark.parametrize("warmup", [0, 1, 4])
 @pytest.mark.parametrize("schedule", typing.get_args(Schedule))
-def test_warm_up_starts_above_zero_and_the_rest_is_as_transformers_has_it(schedule, warmup):
+def test_schedules_equal_transformers_after_the_warm_up(schedule, warmup):
     config = TrainingConfig(steps=STEPS, learning_rate=RATE, schedule=schedule, warmup_steps=warmup)
-    found = rates(lambda optimizer: learning_rate_schedule(optimizer, config))
-    theirs = rates(lambda optimizer: get_scheduler(schedule, optimizer, warmup, STEPS))
+    ours = list_rates(lambda optimizer: learning_rate_schedule(optimizer, config))
+    theirs = list_rates(lambda optimizer: get_scheduler(schedule, optimizer, warmup, STEPS))
     expected = theirs if schedule == "constant" else [RATE * (k + 1) / warmup for k in range(warmup)]
-    assert found == pytest.approx(expected + theirs[len(expected) :])
-    assert all(found), "a step at a rate of zero learns nothing"
+    assert ours == pytest.approx(expected + theirs[len(expected) :])
+    assert all(ours), "a step at a rate of zero learns nothing"

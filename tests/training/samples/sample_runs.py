@@ -1,4 +1,4 @@
-"""A flow-matching run of a small pipeline on examples that are made here, for tests of samples."""
+"""Flow-matching runs of small pipelines on random examples, for tests of samples."""
 
 import hashlib
 from collections.abc import Hashable, Mapping, Sequence
@@ -9,39 +9,39 @@ import torch
 
 from zerostart.training.diffusion.flow import FlowMatching
 
-LEARNT = ("a cat", "the sea", "a cat sees the sea")
-ENCODED = "encoded.pt"
-#: Of these the configuration counts the channels of four latents, which are one token.
+TRAINING_TEXTS = ("a cat", "the sea", "a cat sees the sea")
+ENCODED_FILE = "encoded.pt"
+#: Classes whose ``in_channels`` counts four latents, which are one token.
 PACKED = ("FluxTransformer2DModel", "QwenImageTransformer2DModel")
 
 
 def encode(path: Path, *texts: str) -> Path:
-    """Keep beside the pipeline at ``path`` what its encoders make of texts: no rank has to load them."""
+    """Save encoded texts next to the pipeline, so that no rank loads its encoders."""
     from diffusers import DiffusionPipeline
 
     pipe = DiffusionPipeline.from_pretrained(path, transformer=None, vae=None)
-    torch.save({text: _encoded(pipe, text) for text in (*LEARNT, *texts, "")}, path / ENCODED)
+    torch.save({text: _encode(pipe, text) for text in (*TRAINING_TEXTS, *texts, "")}, path / ENCODED_FILE)
     return path
 
 
-def _encoded(pipe: Any, text: str) -> dict[str, torch.Tensor]:
-    """Without a dimension of batches."""
+def _encode(pipe: Any, text: str) -> dict[str, torch.Tensor]:
+    """Encode one text, without a batch dimension."""
     with torch.no_grad():
-        found = pipe.encode_prompt(text, max_sequence_length=12, **_OPTIONS.get(type(pipe).__name__, {}))
+        outputs = pipe.encode_prompt(text, max_sequence_length=12, **_OPTIONS.get(type(pipe).__name__, {}))
     match type(pipe).__name__:
         case "FluxPipeline":
-            return {"prompt_embeds": found[0][0], "pooled_prompt_embeds": found[1][0]}
+            return {"prompt_embeds": outputs[0][0], "pooled_prompt_embeds": outputs[1][0]}
         case "QwenImagePipeline":
-            mask = torch.ones(found[0].shape[1], dtype=torch.int64) if found[1] is None else found[1][0]
-            return {"prompt_embeds": found[0][0], "prompt_embeds_mask": mask}
+            mask = torch.ones(outputs[0].shape[1], dtype=torch.int64) if outputs[1] is None else outputs[1][0]
+            return {"prompt_embeds": outputs[0][0], "prompt_embeds_mask": mask}
         case "HunyuanVideoPipeline":
             names = ("prompt_embeds", "pooled_prompt_embeds", "prompt_attention_mask")
-            return {name: one[0] for name, one in zip(names, found, strict=True)}
+            return {name: tensor[0] for name, tensor in zip(names, outputs, strict=True)}
         case "LTX2Pipeline":
             with torch.no_grad():
-                video, audio, mask = pipe.connectors(*found[:2])
+                video, audio, mask = pipe.connectors(*outputs[:2])
             return {"prompt_embeds": torch.cat([video, audio], -1)[0], "prompt_attention_mask": mask[0]}
-    return {"prompt_embeds": found[0][0]}
+    return {"prompt_embeds": outputs[0][0]}
 
 
 _OPTIONS = {
@@ -53,7 +53,7 @@ class Examples:
     """Random latents of one shape."""
 
     def __init__(self, path: Path, shape: Sequence[int]) -> None:
-        self.encoded: dict[str, dict[str, torch.Tensor]] = torch.load(path / ENCODED)
+        self.encoded: dict[str, dict[str, torch.Tensor]] = torch.load(path / ENCODED_FILE)
         self.shape = tuple(shape)
 
     def __len__(self) -> int:
@@ -63,7 +63,7 @@ class Examples:
         generator = torch.Generator().manual_seed(index)
         return {
             "latents": torch.randn(self.shape, generator=generator),
-            **self.encoded[LEARNT[index % len(LEARNT)]],
+            **self.encoded[TRAINING_TEXTS[index % len(TRAINING_TEXTS)]],
         }
 
     def digest(self) -> str:
@@ -76,8 +76,8 @@ class Examples:
         return self.encoded[text]
 
 
-class Drawn(FlowMatching):
-    """Flow matching on such examples; their shape is what the model's configuration says."""
+class RandomFlowMatching(FlowMatching):
+    """Flow matching on `Examples` with the shape that the model's configuration gives."""
 
     def items(self, world: Any) -> Any:
         config = self.where.config
@@ -87,7 +87,6 @@ class Drawn(FlowMatching):
 
 
 def run(values: dict[str, Any]) -> Any:
-    """Train as ``values`` say, on this rank."""
     from zerostart.training.config.load import parse_config
     from zerostart.training.loop.runner import train
 

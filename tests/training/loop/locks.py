@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_HOLDING = """
+_SCRIPT = """
 import fcntl, sys
 file = open(sys.argv[1], "ab")
 fcntl.flock(file, fcntl.LOCK_EX)
@@ -16,10 +16,10 @@ sys.stdin.read()
 
 
 @contextmanager
-def lock_held(path: Path) -> Iterator[None]:
-    """Inside, a process of its own holds the lock ``path``; it ends afterwards as a killed one would."""
+def hold_lock(path: Path) -> Iterator[None]:
+    """Hold the lock ``path`` in another process, which is killed at the end."""
     with subprocess.Popen(
-        [sys.executable, "-c", _HOLDING, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", _SCRIPT, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as other:
         assert other.stdout is not None
         assert other.stdout.readline()
