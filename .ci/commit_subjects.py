@@ -1,6 +1,7 @@
-"""Fail if a commit since `BASE` has a subject other than `area: imperative summary` of at most 72 characters.
+"""Fail if the subject of a commit since `BASE` is not `area: imperative summary`.
 
-The area is one folder or module of `src/zerostart`, or one of `OTHER_AREAS`. Older commits stay as they are.
+A subject has at most 72 characters. The area is one folder of `src/zerostart` at any depth, one of its
+modules, or one of `OTHER_AREAS`. Older commits stay as they are.
 A shallow clone without `BASE` has newer commits only, so all of them are checked.
 """
 
@@ -42,8 +43,10 @@ def find_fault(subject: str, areas: frozenset[str]) -> str | None:
 
 def list_areas(commit: str) -> frozenset[str]:
     """List the areas of a commit: a later commit may rename a folder."""
-    names = git("ls-tree", "--name-only", f"{commit}:src/zerostart").stdout.split()
-    return OTHER_AREAS | {name.removesuffix(".py") for name in names}
+    tree = f"{commit}:src/zerostart"
+    paths = git("ls-tree", "-r", "-d", "--name-only", tree).stdout.split()
+    paths += git("ls-tree", "--name-only", tree).stdout.split()
+    return OTHER_AREAS | {Path(path).stem for path in paths}
 
 
 def main() -> None:
