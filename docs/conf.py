@@ -30,7 +30,7 @@ html_favicon = "_site/static/favicon.svg"
 
 
 def name_outside_files(_app: object, page: str, source: list[str]) -> None:
-    """Replace links to files outside this folder, which the site does not have, by their paths."""
+    """Replace links to files outside this folder by their paths."""
     docs = Path(__file__).parent
 
     def replace(match: re.Match[str]) -> str:

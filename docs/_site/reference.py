@@ -219,8 +219,8 @@ def python_page() -> Iterator[str]:
 
 
 def python_summaries() -> Iterator[str]:
-    found = (find_object(name) for names in PYTHON.values() for name in names if ":" not in name)
-    rows = ((link(name, "python", name), summary_of(inspect.getdoc(value))) for name, value in found)
+    objects = (find_object(name) for names in PYTHON.values() for name in names if ":" not in name)
+    rows = ((link(name, "python", name), summary_of(inspect.getdoc(value))) for name, value in objects)
     yield from table(("name", ""), rows)
 
 
@@ -270,7 +270,7 @@ def signature_of(name: str, value: Any) -> str:
 
 
 def attribute_rows(record: type) -> Iterator[tuple[str, str, str]]:
-    """Yield the fields of a record with their types and the ``#:`` comments above them."""
+    """Yield the fields of a record with types and comments (``#:``)."""
     comments: list[str] = []
     for line in inspect.getsource(record).splitlines():
         if match := re.match(r" {4}#: ?(.*)", line):

@@ -51,14 +51,14 @@ def test_the_notes_name_the_page() -> None:
 @pytest.fixture(scope="module")
 def literals() -> set[str]:
     """Parts of texts in the sources, of several words."""
-    found: set[str] = set()
+    parts: set[str] = set()
     for path in Path(zerostart.__file__).parent.rglob("*.py"):
         nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         texts = {
             node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)
         }
-        found |= {text for text in texts if len(text) > 4 and " " in text}
-    return found
+        parts |= {text for text in texts if len(text) > 4 and " " in text}
+    return parts
 
 
 @pytest.mark.parametrize("quote", QUOTES, ids=lambda quote: quote[:40])
@@ -69,5 +69,5 @@ def test_quotes_are_texts_of_the_sources(quote: str, literals: set[str]) -> None
             covered[match.start() : match.end()] = [True] * len(part)
     for match in VALUES.finditer(quote):
         covered[match.start() : match.end()] = [True] * len(match[0])
-    rest = "".join(" " if done else letter for letter, done in zip(quote, covered, strict=True))
-    assert re.findall(r"(?<![\w./=:(])[a-z]{4,}(?![\w./=:(])", rest) == []
+    uncovered = "".join(" " if done else letter for letter, done in zip(quote, covered, strict=True))
+    assert re.findall(r"(?<![\w./=:(])[a-z]{4,}(?![\w./=:(])", uncovered) == []

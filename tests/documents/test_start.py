@@ -1,4 +1,4 @@
-"""A newcomer reads at most 200 words from the top of README to the first command for the task."""
+"""Limit the words from the top of README to a newcomer's first command."""
 
 import re
 
