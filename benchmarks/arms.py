@@ -1,7 +1,7 @@
-"""One rank of one cell of the load benchmark: prepare, wait for the others, load on the clock, report.
+"""Run one rank of one cell of the load benchmark.
 
-Started by load.py with the usual variables of a distributed launch. Everything that is not loading
-(imports, process groups, progress bars) comes before the clock.
+load.py starts it with the usual variables of a distributed launch. Only the load is timed; imports and
+process groups come before.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def deepspeed_config() -> dict[str, Any]:
 
 
 def prepare_ceiling(checkpoint: Path) -> Prepared:
-    """Read this rank's share of the bytes into fresh memory, by the plainest means."""
+    """Read this rank's share of the bytes into fresh memory with plain system calls."""
     import numpy as np
     import torch
 
@@ -63,7 +63,7 @@ def prepare_ceiling(checkpoint: Path) -> Prepared:
 
 
 def prepare_stock_deepspeed(checkpoint: Path) -> Prepared:
-    """The stock route: transformers under ZeRO-3."""
+    """Load by transformers under ZeRO-3, the stock route."""
     import deepspeed
     import torch
     from transformers.integrations import HfDeepSpeedConfig
@@ -73,14 +73,14 @@ def prepare_stock_deepspeed(checkpoint: Path) -> Prepared:
     active = HfDeepSpeedConfig(deepspeed_config())
 
     def load() -> Any:
-        assert active is not None  # Transformers holds it by a weak reference only.
+        assert active is not None  # transformers has only a weak reference
         return kind.from_pretrained(checkpoint, dtype=torch.bfloat16)
 
     return load
 
 
 def prepare_native_fsdp2(checkpoint: Path) -> Prepared:
-    """Transformers' own shard-on-read."""
+    """Load by transformers' own sharding of FSDP2."""
     import torch
     from transformers.distributed import DistributedConfig
 
@@ -97,7 +97,7 @@ def prepare_zerostart_deepspeed(checkpoint: Path, expert_parallel: int = 1) -> P
 
     import zerostart
     import zerostart.engines.deepspeed.parallel
-    import zerostart.loading.run  # imported by the first load otherwise
+    import zerostart.loading.run  # otherwise imported by the first load
 
     model_class(checkpoint)
     deepspeed.init_distributed(dist_backend="gloo")
@@ -113,15 +113,15 @@ def prepare_zerostart_deepspeed(checkpoint: Path, expert_parallel: int = 1) -> P
 def prepare_zerostart_fsdp2(checkpoint: Path, expert_parallel: int = 1) -> Prepared:
     import zerostart
     import zerostart.engines.fsdp2.parallel
-    import zerostart.loading.run  # imported by the first load otherwise
+    import zerostart.loading.run  # otherwise imported by the first load
 
     model_class(checkpoint)
     start_gloo()
     return lambda: zerostart.load(checkpoint, engine="fsdp2", expert_parallel=expert_parallel, progress=False)
 
 
-def with_experts(prepare: Callable[[Path, int], Prepared]) -> Callable[[Path], Prepared]:
-    """The same with the experts shared out over all ranks."""
+def share_experts(prepare: Callable[[Path, int], Prepared]) -> Callable[[Path], Prepared]:
+    """Return the arm with expert parallelism over all ranks."""
     return lambda checkpoint: prepare(checkpoint, int(os.environ["WORLD_SIZE"]))
 
 
@@ -132,15 +132,15 @@ ARMS: dict[str, Callable[[Path], Prepared]] = {
     "zerostart-fsdp2": prepare_zerostart_fsdp2,
     "native-fsdp2": prepare_native_fsdp2,
     **PEER_ARMS,
-    "zerostart-deepspeed-ep": with_experts(prepare_zerostart_deepspeed),
-    "zerostart-fsdp2-ep": with_experts(prepare_zerostart_fsdp2),
+    "zerostart-deepspeed-ep": share_experts(prepare_zerostart_deepspeed),
+    "zerostart-fsdp2-ep": share_experts(prepare_zerostart_fsdp2),
 }
-#: What load.py compares if it is not told otherwise.
-USUAL = [arm for arm in ARMS if not arm.endswith("-ep")]
+#: Default arms of load.py.
+DEFAULT_ARMS = [arm for arm in ARMS if not arm.endswith("-ep")]
 
 
 def model_class(checkpoint: Path) -> Any:
-    """The class that the checkpoint names; asking for it imports the modelling code."""
+    """Import and return the class that the checkpoint names."""
     import torch.distributed.fsdp
     import torch.distributed.tensor  # noqa: F401
     import transformers
@@ -158,7 +158,7 @@ def start_gloo() -> None:
 
 
 def memory() -> dict[str, int]:
-    """This process's resident bytes by kind, from /proc/self/status."""
+    """Return this process's resident bytes by kind, from /proc/self/status."""
     fields = {}
     for line in Path("/proc/self/status").read_text().splitlines():
         name, _, value = line.partition(":")
@@ -173,7 +173,7 @@ def io_counters() -> dict[str, int]:
 
 
 def shard_digest(model: Any) -> dict[str, int]:
-    """A checksum of every parameter's own part: arms with the same layout must agree."""
+    """Return a checksum of each parameter's shard; arms of one layout must agree."""
     import torch
 
     rank = int(os.environ["RANK"])
@@ -181,8 +181,8 @@ def shard_digest(model: Any) -> dict[str, int]:
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "ds_tensor"):
             size = parameter.ds_tensor.numel()
-            own = min(max(parameter.ds_numel - rank * size, 0), size)  # without the padding
-            local = parameter.ds_tensor[:own]
+            owned = min(max(parameter.ds_numel - rank * size, 0), size)  # without the padding
+            local = parameter.ds_tensor[:owned]
         else:
             local = parameter.to_local()
         digests[name] = zlib.crc32(local.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
@@ -190,7 +190,7 @@ def shard_digest(model: Any) -> dict[str, int]:
 
 
 def shard_bytes(result: Any) -> int:
-    """Bytes that this rank is to end up with."""
+    """Return the bytes of this rank's shards."""
     import torch
 
     if isinstance(result, torch.Tensor):
@@ -206,9 +206,8 @@ def shard_bytes(result: Any) -> int:
 def back_free_memory(size: int) -> None:
     """Touch and free ``size`` bytes, in small pages and in huge ones.
 
-    A virtual machine's free pages may have no memory of the host behind them; the first touch then costs
-    several times the read. This is of the machine and of no arm, so every arm starts from backed pages, of
-    either size: free blocks of the two sizes are not the same ones.
+    A virtual machine's free pages may have no memory of the host yet; the first touch then costs several
+    times the read. So every arm starts from backed pages, of either size: the two use different free blocks.
     """
     for advice in (mmap.MADV_NOHUGEPAGE, mmap.MADV_HUGEPAGE):
         with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as pages:
@@ -217,7 +216,7 @@ def back_free_memory(size: int) -> None:
                 pages[offset] = 1
 
 
-def measure(arm: str, checkpoint: Path, digest: bool, as_found: bool) -> dict[str, Any]:
+def measure(arm: str, checkpoint: Path, digest: bool, keep_free_memory: bool) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
@@ -225,11 +224,11 @@ def measure(arm: str, checkpoint: Path, digest: bool, as_found: bool) -> dict[st
     load = ARMS[arm](checkpoint)
     start_gloo()
     gc.collect()
-    if not as_found:
+    if not keep_free_memory:
         total = sum(path.stat().st_size for path in checkpoint.glob("*.safetensors"))
         back_free_memory(total * 5 // 4 // int(os.environ["WORLD_SIZE"]))
     dist.barrier()
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
+    Path("/proc/self/clear_refs").write_text("5")  # reset VmHWM
     before, io_before = memory(), io_counters()
     dist.barrier()
     started = time.monotonic()
@@ -268,11 +267,11 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path, required=True)
     parser.add_argument("--result", type=Path, required=True)
     parser.add_argument("--digest", action="store_true", help="add a checksum of every shard")
-    parser.add_argument("--as-found", action="store_true", help="leave the machine's free memory alone")
+    parser.add_argument("--as-found", action="store_true", help="do not touch free memory first")
     options = parser.parse_args()
     cell = measure(options.arm, options.checkpoint, options.digest, options.as_found)
     options.result.write_text(json.dumps(cell))
-    os._exit(0)  # The engines' own teardown takes seconds and is not what is measured.
+    os._exit(0)  # skips the engines' teardown, which takes seconds
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Cells of a benchmark: a checkpoint in the page cache or not, a fresh group of processes, their memory."""
+"""Run cells of a benchmark in fresh processes, with memory samples."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["CONFIG", "PEERS", "ROOT", "Samples", "evict", "made_checkpoint", "run_cell", "warm"]
+__all__ = ["CONFIG", "PEERS", "ROOT", "Samples", "evict", "benchmark_checkpoint", "run_cell", "warm"]
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = ROOT / "benchmarks" / "configs" / "qwen3_moe_3.4gb.json"
-#: Readers that some arms compare with, which nothing else needs: `make bench` installs them there.
+#: Folder of packages for the peers' arms; `make bench` installs them.
 PEERS = ROOT / "build" / "peers"
 SAMPLE_SECONDS = 0.005
 
 Samples = list[tuple[float, int, int]]  # (time, anonymous bytes, mapped bytes)
 
 
-def made_checkpoint(layers: int | None = None) -> Path:
-    """The benchmark's checkpoint, with another number of layers if given; written on first use."""
+def benchmark_checkpoint(layers: int | None = None) -> Path:
+    """Return the benchmark's checkpoint with ``layers`` layers, written on first use."""
     settings = json.loads(CONFIG.read_text())
     name = CONFIG.stem if layers in (None, settings["num_hidden_layers"]) else f"qwen3_moe_{layers}_layers"
     folder = ROOT / "build" / "benchmark" / name
@@ -46,7 +46,7 @@ def made_checkpoint(layers: int | None = None) -> Path:
 
 
 def warm(checkpoint: Path) -> None:
-    """Read every file once, in a process's own time, so that it lies in the page cache."""
+    """Read every file once, so that it is in the page cache."""
     buffer = bytearray(8 << 20)
     for path in sorted(checkpoint.rglob("*.safetensors")):
         with path.open("rb", buffering=0) as file:
@@ -55,22 +55,22 @@ def warm(checkpoint: Path) -> None:
 
 
 def evict(checkpoint: Path) -> float:
-    """Drop every file from the page cache; returns the share of its pages that are there still.
+    """Drop every file from the page cache; return the share of pages that remain.
 
-    Of a virtual machine this is the guest's cache: what its host has is not known.
+    In a virtual machine this is the guest's cache; the host's cache is not dropped.
     """
-    there = total = 0
+    remaining = total = 0
     for path in sorted(checkpoint.glob("*.safetensors")):
         with path.open("rb") as file:
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            found = _resident(file.fileno(), path.stat().st_size)
-        there, total = there + sum(found), total + len(found)
-    return there / total
+            resident = _resident(file.fileno(), path.stat().st_size)
+        remaining, total = remaining + sum(resident), total + len(resident)
+    return remaining / total
 
 
 def _resident(descriptor: int, size: int) -> bytes:
-    """One byte a page: whether it is in memory (mincore(2))."""
+    """Return one byte for each page, 1 if it is in memory (mincore(2))."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
@@ -85,7 +85,7 @@ def _resident(descriptor: int, size: int) -> bytes:
 def run_cell(
     script: str, arguments: Sequence[str | Path], ranks: int, limit: float
 ) -> list[tuple[dict[str, Any], Samples]]:
-    """One fresh group of processes. Returns what each rank tells, and samples of its memory."""
+    """Run one fresh group of processes; return each rank's result and memory samples."""
     with tempfile.TemporaryDirectory() as folder, socket.socket() as placeholder:
         placeholder.bind(("127.0.0.1", 0))
         port = placeholder.getsockname()[1]
@@ -131,7 +131,7 @@ def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
 
 
 class _Sampler:
-    """Samples the resident memory of processes from outside, so that no rank has to share its time."""
+    """Samples the resident memory of processes from outside, without slowing them."""
 
     def __init__(self, pids: list[int]) -> None:
         self._samples: dict[int, Samples] = {pid: [] for pid in pids}
@@ -140,7 +140,7 @@ class _Sampler:
         self._thread.start()
 
     def stop(self) -> dict[int, Samples]:
-        """End sampling. Returns the samples by process."""
+        """End sampling, and return the samples by process."""
         self._stopped.set()
         self._thread.join()
         return self._samples
@@ -151,7 +151,7 @@ class _Sampler:
                 try:
                     text = Path(f"/proc/{pid}/status").read_text()
                 except (FileNotFoundError, ProcessLookupError):
-                    continue  # It has ended.
+                    continue  # the process has ended
                 fields = dict(line.split(":", 1) for line in text.splitlines() if line.startswith("Rss"))
                 if fields:
                     kinds = {name: int(value.split()[0]) * 1024 for name, value in fields.items()}

@@ -1,9 +1,9 @@
-"""DiffSynth-Studio's ``load_model`` beside zerostart's, of one Wan transformer with random weights.
+"""Compare DiffSynth-Studio's ``load_model`` with zerostart's on a Wan transformer.
 
     python benchmarks/diffusion.py [--layers 30] [--ranks 2] [--repeats 3] [--out FILE]
 
-``make build/diffsynth`` installs DiffSynth. Each cell is a fresh group of processes;
-the arms alternate. What is on the clock is the call of ``load_model`` alone.
+``make build/diffsynth`` installs DiffSynth. Weights are random. Each cell is a fresh group of processes; the
+arms alternate. Only the call of ``load_model`` is timed.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from typing import Any
 from arms import back_free_memory, io_counters, memory, prepare_ceiling, shard_bytes, start_gloo
 from cells import ROOT, Samples, run_cell, warm
 
-#: The released 1.3B, of which ``--layers`` may be fewer.
+#: Configuration of the released 1.3B; ``--layers`` may reduce its layers.
 WAN: dict[str, Any] = {
     "has_image_input": False, "patch_size": [1, 2, 2], "in_dim": 16, "dim": 1536, "ffn_dim": 8960,
     "freq_dim": 256, "text_dim": 4096, "out_dim": 16, "num_heads": 12, "eps": 1e-6,
 }  # fmt: skip
-#: A ceiling reads the bytes that a rank ends up with into fresh memory, by the plainest means.
+#: A ceiling reads a rank's bytes into fresh memory with plain system calls.
 ARMS = (
     *("diffsynth-zero3", "zerostart-zero3", "ceiling-zero3"),
     *("diffsynth-zero2", "zerostart-zero2", "ceiling-zero2"),
@@ -45,8 +45,8 @@ def main() -> None:
     cells: dict[str, list[dict[str, float]]] = {arm: [] for arm in options.arms}
     for repeat in range(options.repeats):
         for arm in options.arms if repeat % 2 == 0 else reversed(options.arms):
-            given = ["--arm", arm, "--layers", str(options.layers)]
-            ranks = run_cell("diffusion.py", given, options.ranks, 900)
+            arguments_of_cell = ["--arm", arm, "--layers", str(options.layers)]
+            ranks = run_cell("diffusion.py", arguments_of_cell, options.ranks, 900)
             cells[arm].append(worst(ranks))
             print(arm, cells[arm][-1], flush=True)
     text = table(cells, folder, options, busy)
@@ -68,7 +68,7 @@ def arguments() -> argparse.Namespace:
 
 
 def checkpoint(layers: int) -> Path:
-    """A folder with the file ``wan.safetensors``, bf16; written on first use."""
+    """Return a folder with ``wan.safetensors`` in bf16, written on first use."""
     folder = ROOT / "build" / "benchmark" / f"wan_{layers}_layers"
     if not (folder / "wan.safetensors").exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -79,12 +79,12 @@ def checkpoint(layers: int) -> Path:
 
 
 def _with_path() -> dict[str, str]:
-    here = str(Path(__file__).parent)
-    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))}
+    folder = str(Path(__file__).parent)
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))}
 
 
 def write(layers: int) -> None:
-    """Random weights in DiffSynth's layout."""
+    """Write random weights in DiffSynth's layout."""
     import torch
     from safetensors.torch import save_file
 
@@ -92,12 +92,12 @@ def write(layers: int) -> None:
     with torch.device("meta"):
         shapes = {n: p.shape for n, p in kind(**WAN, num_layers=layers).state_dict().items()}
     generator = torch.Generator().manual_seed(0)
-    made = {n: (torch.randn(s, generator=generator) * 0.02).bfloat16() for n, s in shapes.items()}
-    save_file(made, ROOT / "build" / "benchmark" / f"wan_{layers}_layers" / "wan.safetensors")
+    tensors = {n: (torch.randn(s, generator=generator) * 0.02).bfloat16() for n, s in shapes.items()}
+    save_file(tensors, ROOT / "build" / "benchmark" / f"wan_{layers}_layers" / "wan.safetensors")
 
 
 def wan_class() -> Any:
-    """DiffSynth's class, imported as the tests do."""
+    """Import DiffSynth's class like the tests."""
     sys.path.insert(0, str(ROOT))
     from tests.diffusion.oracle import import_diffsynth
 
@@ -107,10 +107,10 @@ def wan_class() -> Any:
     return WanModel
 
 
-def prepared(whose: str, stage: str, path: Path, layers: int) -> Callable[[], Any]:
-    """What is on the clock for one rank of an arm: it gives a model, or the bytes that it has read."""
-    if whose == "ceiling":
-        if stage == "2":  # each rank has all of it
+def prepare(library: str, stage: str, path: Path, layers: int) -> Callable[[], Any]:
+    """Return an arm's timed function, which returns a model or bytes."""
+    if library == "ceiling":
+        if stage == "2":  # each rank has the whole model
             os.environ.update(RANK="0", WORLD_SIZE="1")
         return prepare_ceiling(path.parent)
     import torch
@@ -124,14 +124,14 @@ def prepared(whose: str, stage: str, path: Path, layers: int) -> Callable[[], An
     import zerostart
 
     deepspeed.init_distributed("gloo")
-    held = HfDeepSpeedConfig(settings)
-    if whose == "zerostart":
+    zero_config = HfDeepSpeedConfig(settings)
+    if library == "zerostart":
         zerostart.enable(progress=False)
     from diffsynth.core.loader import load_model
 
     def load() -> Any:
-        assert held is not None  # It is held by a weak reference only.
-        # As pipelines call it: without the disk map what is read is a mapping of the file, at first use.
+        assert zero_config is not None  # transformers has only a weak reference
+        # Pipelines use the disk map; without it, weights are a mapping that is read at first use.
         config = {**WAN, "num_layers": layers}
         return load_model(kind, str(path), config, torch.bfloat16, "cpu", use_disk_map=True)
 
@@ -139,47 +139,47 @@ def prepared(whose: str, stage: str, path: Path, layers: int) -> Callable[[], An
 
 
 def run_arm(options: argparse.Namespace) -> None:
-    """One rank of one cell."""
+    """Run one rank of one cell, and write its result."""
     import torch
     import torch.distributed as dist
 
     size = int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
-    whose, _, stage = options.arm.partition("-zero")
+    library, _, stage = options.arm.partition("-zero")
     path = checkpoint(options.layers) / "wan.safetensors"
     start_gloo()
-    load = prepared(whose, stage, path, options.layers)
+    load = prepare(library, stage, path, options.layers)
     gc.collect()
     back_free_memory(path.stat().st_size * 5 // 4 // (size if stage == "3" else 1))
     dist.barrier()
     before, read = memory(), io_counters()
     started = time.monotonic()
-    made = load()
+    model = load()
     ended = time.monotonic()
     dist.barrier()
-    whole = stage == "2" and whose != "ceiling"
-    shard = sum(p.nbytes for p in made.parameters()) if whole else shard_bytes(made)
-    told = {
+    whole = stage == "2" and library != "ceiling"
+    shard = sum(p.nbytes for p in model.parameters()) if whole else shard_bytes(model)
+    result = {
         "seconds": ended - started, "started": started, "ended": ended, "anonymous": before["RssAnon"],
         "mapped": before["RssFile"] + before["RssShmem"], "shard": shard,
         "read": io_counters()["rchar"] - read["rchar"],
     }  # fmt: skip
-    options.result.write_text(json.dumps(told))
-    os._exit(0)  # The engines' own teardown takes seconds and is not what is measured.
+    options.result.write_text(json.dumps(result))
+    os._exit(0)  # skips the engines' teardown, which takes seconds
 
 
 def worst(ranks: list[tuple[dict[str, Any], Samples]]) -> dict[str, float]:
-    """The slowest rank's seconds, and the most memory and bytes of any."""
+    """Return the slowest rank's seconds, and the largest memory and bytes of any rank."""
     peaks = []
-    for told, samples in ranks:
-        during = [(a, m) for t, a, m in samples if told["started"] <= t <= told["ended"]]
-        level = told["anonymous"] + told["mapped"]
-        peaks.append((max((a + m for a, m in during), default=level) - level - told["shard"]) / MIB)
+    for result, samples in ranks:
+        during = [(a, m) for t, a, m in samples if result["started"] <= t <= result["ended"]]
+        level = result["anonymous"] + result["mapped"]
+        peaks.append((max((a + m for a, m in during), default=level) - level - result["shard"]) / MIB)
     return {
-        "seconds": max(told["seconds"] for told, _ in ranks),
+        "seconds": max(result["seconds"] for result, _ in ranks),
         "above_shard_mib": max(peaks),
-        "shard_mib": max(told["shard"] for told, _ in ranks) / MIB,
-        "read_mib": max(told["read"] for told, _ in ranks) / MIB,
+        "shard_mib": max(result["shard"] for result, _ in ranks) / MIB,
+        "read_mib": max(result["read"] for result, _ in ranks) / MIB,
     }
 
 

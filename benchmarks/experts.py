@@ -1,8 +1,8 @@
-"""The time of a load with experts shared out over all ranks, as a ratio to the time without.
+"""Measure a load with expert parallelism over all ranks, relative to a load without.
 
     python benchmarks/experts.py [--checkpoint DIR] [--ranks 2] [--repeats 5] [--engines deepspeed fsdp2]
 
-The cells, the order and the figures are those of load.py; see README.md.
+Cells, order and figures are those of load.py; see README.md.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from cells import ROOT, made_checkpoint
-from load import one_cell
+from cells import ROOT, benchmark_checkpoint
+from load import run_arm
 from table import MIB, PHASES, machine
 
 ENGINES = ("deepspeed", "fsdp2")
@@ -22,12 +22,12 @@ ENGINES = ("deepspeed", "fsdp2")
 
 def main() -> None:
     options = arguments()
-    checkpoint = options.checkpoint or made_checkpoint(options.layers)
+    checkpoint = options.checkpoint or benchmark_checkpoint(options.layers)
     arms = [f"zerostart-{engine}{tail}" for engine in options.engines for tail in ("", "-ep")]
     cells: dict[str, list[list[dict[str, Any]]]] = {arm: [] for arm in arms}
     for repeat in range(options.repeats):
         for arm in arms if repeat % 2 == 0 else arms[::-1]:
-            cells[arm].append(one_cell(arm, checkpoint, options, False))
+            cells[arm].append(run_arm(arm, checkpoint, options, False))
             slowest = max(cell["seconds"] for cell in cells[arm][-1])
             print(f"repeat {repeat + 1}/{options.repeats}  {arm:<24} {slowest:7.2f} s", flush=True)
     rows = {arm: summary(repeats) for arm, repeats in cells.items()}
@@ -39,9 +39,9 @@ def main() -> None:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Benchmark of a load with experts shared out.")
+    parser = argparse.ArgumentParser(description="Benchmark of a load with expert parallelism.")
     parser.add_argument("--checkpoint", type=Path, help="default: made with `zerostart synth` on first use")
-    parser.add_argument("--layers", type=int, help="of the default checkpoint: 16 are 3.4 GB")
+    parser.add_argument("--layers", type=int, help="layers of the default checkpoint: 16 are 3.4 GB")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
@@ -53,7 +53,7 @@ def arguments() -> argparse.Namespace:
 
 
 def summary(repeats: list[list[dict[str, Any]]]) -> dict[str, Any]:
-    """Medians over the repeats of the slowest rank, and of the rank that reads most."""
+    """Return medians over the repeats of the slowest rank."""
     seconds = [max(rank["seconds"] for rank in ranks) for ranks in repeats]
     return {
         "seconds": statistics.median(seconds),
@@ -73,22 +73,22 @@ def write(
     checkpoint: Path,
     options: argparse.Namespace,
 ) -> None:
-    """Print the table, and write it and every cell."""
+    """Print and write the table, and write every cell."""
     lines = ["| arm | seconds (range) | plan / build / read s | read MiB |", "|---|---:|---:|---:|"]
     for arm, row in rows.items():
         low, high = row["seconds_range"]
         phases = " / ".join(f"{row['phases'][phase]:.2f}" for phase in PHASES)
         spread = f"{row['seconds']:.2f} ({low:.2f}-{high:.2f})"
         lines.append(f"| {arm} | {spread} | {phases} | {row['read_bytes'] / MIB:.0f} |")
-    told = ", ".join(f"{engine} {ratio:.2f}" for engine, ratio in ratios.items())
+    texts = ", ".join(f"{engine} {ratio:.2f}" for engine, ratio in ratios.items())
     text = (
-        "\n".join(lines) + f"\n\nTime with expert_parallel={options.ranks} over the time without: {told}.\n"
+        "\n".join(lines) + f"\n\nTime with expert_parallel={options.ranks} over the time without: {texts}.\n"
     )
     print("\n" + text)
-    facts = {"checkpoint": checkpoint.name, "ranks": options.ranks, "repeats": options.repeats}
-    made = facts | {"machine": machine(), "ratios": ratios, "summary": rows, "cells": cells}
+    settings = {"checkpoint": checkpoint.name, "ranks": options.ranks, "repeats": options.repeats}
+    document = settings | {"machine": machine(), "ratios": ratios, "summary": rows, "cells": cells}
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(made, indent=1) + "\n")
+    options.out.write_text(json.dumps(document, indent=1) + "\n")
     head = f"# Experts shared out: {checkpoint.name} on {options.ranks} ranks"
     options.out.with_suffix(".md").write_text(f"{head}\n\nMedians of {options.repeats} repeats.\n\n{text}")
 

@@ -1,14 +1,14 @@
-"""Forecast against measurement: bytes read and peak memory of real ranks, for many configurations.
+"""Compare forecasts of bytes read and peak memory with real ranks, for many configurations.
 
     python benchmarks/forecast.py [--only NAME ...] [--json FILE] [--table FILE]
 
-Each cell is a group of fresh processes with gloo, forked from one server that has the libraries imported. A
-rank loads, hands over to the engine (or makes an optimizer), and trains one step of 16 tokens. Measured is
-anonymous memory above the level before the load, at its highest in each phase; the worst rank counts. The
-forecast is ``zerostart.plan`` with the same arguments, made beforehand. It leaves out activations, code and
-what libraries keep for themselves, so the models are big enough for these not to matter: 119 million
-parameters, 238 MB in bf16 and 476 MB in fp32. On the CPU the memory of the device is memory of the host.
-glibc is told to give freed blocks back (``MALLOC_MMAP_THRESHOLD_``), so that memory in use is what is seen.
+Each cell is a fresh group of gloo processes, forked from one server that has imported the libraries. A rank
+loads, starts the engine (or creates an optimizer), and trains one step of 16 tokens. The measured value is
+the peak of anonymous memory in each phase above the level before the load, of the worst rank. The forecast
+is ``zerostart.plan`` with the same arguments. It does not count activations, code and caches of libraries,
+so the model is large enough for these not to matter: 119 million parameters, 238 MB in bf16 and 476 MB in
+fp32. On the CPU, device memory is host memory. ``MALLOC_MMAP_THRESHOLD_`` makes glibc return freed blocks,
+so that only memory in use is measured.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ PRELOAD = ["torch", "deepspeed", "transformers.models.qwen3.modeling_qwen3", "ze
 PHASES = ("load", "initialize", "step")
 HOST = {"device": "cpu", "pin_memory": False}
 TIMEOUT = 300
-#: Blocks from this size on go back to the system when they are freed. By default glibc keeps those below
-#: 32 MiB for later, which then look as if they were still in use.
-GIVEN_BACK = 1 << 17
+#: Minimum bytes of a freed block that glibc returns to the system. By default it keeps blocks below 32 MiB,
+#: which would be measured as used.
+MMAP_THRESHOLD = 1 << 17
 MiB = 1 << 20
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A configuration: the stored dtype, ranks, and how they load and train."""
+    """A configuration of checkpoint dtype, ranks, engine and training."""
 
     stored: str
     ranks: int
@@ -48,22 +48,22 @@ class Cell:
     bf16: bool = True
     masters: bool = True
     exchange: bool | None = None
-    #: As `zerostart train` has `model.dtype: bfloat16` on FSDP2: shards in fp32, which are the masters.
-    as_trained: bool = False
+    #: Like `zerostart train` with `model.dtype: bfloat16` on FSDP2: fp32 shards are the masters.
+    fp32_shards: bool = False
 
     def config(self) -> dict[str, Any] | None:
-        """The ``engine_config``, which has objects of torch for FSDP2."""
+        """Return the ``engine_config``, for FSDP2 with torch's objects."""
         if self.engine == "fsdp2":
             import torch
             from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-            made = dict(self.fsdp)
-            if made.pop("computes_in_bf16", False):
-                reduced = torch.float32 if self.as_trained else None
-                made["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduced)
-            if made.pop("offloaded", False):
-                made["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
-            return made
+            config = dict(self.fsdp)
+            if config.pop("computes_in_bf16", False):
+                reduced = torch.float32 if self.fp32_shards else None
+                config["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduced)
+            if config.pop("offloaded", False):
+                config["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+            return config
         return {
             "train_micro_batch_size_per_gpu": 1,
             **({"bf16": {"enabled": True}} if self.bf16 else {}),
@@ -73,7 +73,7 @@ class Cell:
         }
 
     def arguments(self) -> dict[str, Any]:
-        """What ``load`` and ``plan`` have in common."""
+        """Return the arguments of both ``load`` and ``plan``."""
         import torch
 
         casts = self.engine == "fsdp2" and self.bf16
@@ -81,7 +81,7 @@ class Cell:
             "engine": self.engine,
             "zero_stage": self.stage,
             "engine_config": self.config(),
-            "dtype": torch.float32 if self.as_trained else torch.bfloat16 if casts else None,
+            "dtype": torch.float32 if self.fp32_shards else torch.bfloat16 if casts else None,
             "exchange": self.exchange,
         }
 
@@ -126,7 +126,7 @@ CELLS: dict[str, Cell] = {
     "fsdp2-bf16-4": Cell("bf16", 4, "fsdp2"),
     "fsdp2-fp32-2": Cell("fp32", 2, "fsdp2", bf16=False),
     "fsdp2-masters-2": Cell("fp32", 2, "fsdp2", fsdp={"computes_in_bf16": True}),
-    "fsdp2-trained-2": Cell("bf16", 2, "fsdp2", fsdp={"computes_in_bf16": True}, as_trained=True),
+    "fsdp2-trained-2": Cell("bf16", 2, "fsdp2", fsdp={"computes_in_bf16": True}, fp32_shards=True),
     "fsdp2-sgd-2": Cell("bf16", 2, "fsdp2", optimizer="sgd"),
     "fsdp2-offload-2": Cell("bf16", 2, "fsdp2", fsdp={"offloaded": True}),
     "fsdp2-replicas-4": Cell("bf16", 4, "fsdp2", fsdp={"replicate": 2}),
@@ -141,7 +141,7 @@ def main() -> None:
     parser.add_argument("--table", type=Path)
     options = parser.parse_args()
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    os.environ |= {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": str(GIVEN_BACK)}
+    os.environ |= {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": str(MMAP_THRESHOLD)}
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for name in options.only:
@@ -149,7 +149,7 @@ def main() -> None:
             checkpoint = Path(folder) / cell.stored
             if not checkpoint.exists():
                 make_checkpoint(checkpoint, cell.stored)
-            rows.append({"cell": name, **compared(cell, checkpoint)})
+            rows.append({"cell": name, **measure_cell(cell, checkpoint)})
             print(line(rows[-1]), flush=True)
     if options.json:
         options.json.write_text(json.dumps({"machine": machine(), "cells": rows}, indent=1) + "\n")
@@ -160,7 +160,7 @@ def main() -> None:
 
 
 def make_checkpoint(path: Path, stored: str) -> None:
-    """A Qwen3 of 119 million random parameters, in a process of its own."""
+    """Write a Qwen3 of 119 million random parameters, in a subprocess."""
     context = multiprocessing.get_context("spawn")
     process = context.Process(target=_make, args=(path, stored))
     process.start()
@@ -180,26 +180,25 @@ def _make(path: Path, stored: str) -> None:
     AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(path)
 
 
-def compared(cell: Cell, checkpoint: Path) -> dict[str, Any]:
-    """Forecast and measurement of one cell."""
+def measure_cell(cell: Cell, checkpoint: Path) -> dict[str, Any]:
+    """Return forecast and measurement of one cell."""
     import zerostart
 
-    # What the ranks will be told by their launcher, for the forecast to be of this machine.
-    made = zerostart.plan(checkpoint, world_size=cell.ranks, optimizer=cell.optimizer, **cell.arguments())
-    found = run(cell, checkpoint)
+    plan = zerostart.plan(checkpoint, world_size=cell.ranks, optimizer=cell.optimizer, **cell.arguments())
+    ranks = run(cell, checkpoint)
     return {
         "ranks": cell.ranks,
-        "bytes_equal": [rank.read_bytes for rank in made.ranks] == [rank["read_bytes"] for rank in found],
-        "forecast": {p: max(r.memory[p].host_bytes for r in made.ranks) for p in PHASES},
-        "measured": {p: max(rank[p] for rank in found) for p in PHASES},
-        "stays": max(rank["stays"] for rank in found),
-        "forecast_parts": {p: dict(made.ranks[0].memory[p].host) for p in PHASES},
-        "timeline": found[0]["timeline"],
+        "bytes_equal": [rank.read_bytes for rank in plan.ranks] == [rank["read_bytes"] for rank in ranks],
+        "forecast": {p: max(r.memory[p].host_bytes for r in plan.ranks) for p in PHASES},
+        "measured": {p: max(rank[p] for rank in ranks) for p in PHASES},
+        "stays": max(rank["stays"] for rank in ranks),
+        "forecast_parts": {p: dict(plan.ranks[0].memory[p].host) for p in PHASES},
+        "timeline": ranks[0]["timeline"],
     }
 
 
 def run(cell: Cell, checkpoint: Path) -> list[dict[str, Any]]:
-    """What each rank of one fresh group measures."""
+    """Run one fresh group; return each rank's measurement."""
     import torch.distributed as dist
 
     context = multiprocessing.get_context("forkserver")
@@ -207,27 +206,27 @@ def run(cell: Cell, checkpoint: Path) -> list[dict[str, Any]]:
     store = dist.TCPStore("127.0.0.1", 0, cell.ranks + 1, is_master=True, wait_for_workers=False)
     pipes, processes = [], []
     for rank in range(cell.ranks):
-        mine, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=measure, args=(cell, checkpoint, rank, store.port, theirs))
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=measure, args=(cell, checkpoint, rank, store.port, sender))
         process.start()
-        theirs.close()
-        pipes.append(mine)
+        sender.close()
+        pipes.append(receiver)
         processes.append(process)
-    found = []
+    results = []
     for rank, (pipe, process) in enumerate(zip(pipes, processes, strict=True)):
         if not pipe.poll(TIMEOUT):
-            sys.exit(f"rank {rank} has measured nothing in {TIMEOUT} s")
+            sys.exit(f"rank {rank} has returned no result in {TIMEOUT} s")
         try:
-            found.append(pipe.recv())
+            results.append(pipe.recv())
         except EOFError:
             sys.exit(f"rank {rank} ended early, with status {process.exitcode}")
     for process in processes:
         process.join()
-    return found
+    return results
 
 
 def measure(cell: Cell, checkpoint: Path, rank: int, port: int, pipe: Any) -> None:
-    """On a rank: peaks by phase, in bytes above the level before the load."""
+    """Run on a rank, and send peaks by phase above the level before."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(cell.ranks)}
     os.environ |= {"LOCAL_WORLD_SIZE": str(cell.ranks)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -267,11 +266,11 @@ def measure(cell: Cell, checkpoint: Path, rank: int, port: int, pipe: Any) -> No
     )
     pipe.close()
     sys.stdout.flush()
-    os._exit(0)  # Engines and groups have nothing more to say, and some wait for each other when they go.
+    os._exit(0)  # skips the teardown, which may hang
 
 
 def warm_up(cell: Cell) -> None:
-    """Train a step of a few elements on the same engine, which imports and builds much at its first."""
+    """Train a tiny step first, because an engine's first step imports much."""
     import torch
     from torch import nn
     from torch.distributed.fsdp import fully_shard
@@ -296,7 +295,7 @@ def warm_up(cell: Cell) -> None:
 
 
 class Watch:
-    """Peaks of phases above the level at the start."""
+    """Meter of memory peaks by phase, above the level at its creation."""
 
     def __init__(self) -> None:
         from zerostart.transfer.meter import anonymous_bytes
@@ -317,7 +316,7 @@ class Watch:
         from zerostart.transfer import PeakMeter
 
         @contextlib.contextmanager
-        def watched() -> Any:
+        def measure_phase() -> Any:
             before = self.now()
             with PeakMeter(torch.device("cpu"), 0.002) as meter:
                 yield
@@ -325,26 +324,26 @@ class Watch:
             self.peaks[phase] = max(self.peaks.get(phase, 0), peak)
             self.times[part or phase] = (peak, self.now())
 
-        return watched()
+        return measure_phase()
 
 
 def worst(row: dict[str, Any]) -> float:
-    """The largest deviation of a measured peak from its forecast."""
+    """Return the largest deviation of a measured peak from its forecast."""
     return max(abs(row["measured"][p] / row["forecast"][p] - 1) for p in PHASES)
 
 
 def line(row: dict[str, Any]) -> str:
-    """A row of the table: forecast and measured MiB of each phase."""
+    """Return a row of the table: forecast and measured MiB of each phase."""
     cells = []
     for phase in PHASES:
-        told, found = row["forecast"][phase], row["measured"][phase]
-        cells.append(f"{told / MiB:.0f} | {found / MiB:.0f} | {found / told - 1:+.1%}")
+        forecast, measured = row["forecast"][phase], row["measured"][phase]
+        cells.append(f"{forecast / MiB:.0f} | {measured / MiB:.0f} | {measured / forecast - 1:+.1%}")
     read = "equal" if row["bytes_equal"] else "OTHER"
     return f"| {row['cell']} | {row['ranks']} | {read} | {' | '.join(cells)} |"
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """The results as Markdown."""
+    """Return the results as Markdown."""
     head = ["cell", "ranks", "bytes read"]
     for phase in ("load", "through initialize", "first step"):
         head += [f"{phase}: forecast, MiB", "measured, MiB", "difference"]
@@ -369,7 +368,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def machine() -> str:
-    """What it ran on, in words."""
+    """Describe the machine and libraries."""
     import deepspeed
     import torch
 

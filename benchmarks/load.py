@@ -1,10 +1,9 @@
-"""Compare ways to bring a checkpoint into a sharded model, and write the results down.
+"""Compare ways to load a checkpoint into a sharded model, and write the results.
 
     python benchmarks/load.py [--layers N] [--ranks 2] [--repeats 5] [--cold] [--arms ...] [--out FILE]
 
-Every cell is a fresh group of processes; the arms alternate; before each cell all files are read once, so
-that they are in the page cache, or dropped from it with --cold. The figure of a cell is that of its slowest
-rank. See README.md.
+Every cell is a fresh group of processes; the arms alternate. Before each cell all files are read into the
+page cache, or dropped from it with --cold. The figure of a cell is that of its slowest rank. See README.md.
 """
 
 from __future__ import annotations
@@ -14,19 +13,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from arms import ARMS, USUAL
-from cells import ROOT, Samples, evict, made_checkpoint, run_cell, warm
+from arms import ARMS, DEFAULT_ARMS
+from cells import ROOT, Samples, benchmark_checkpoint, evict, run_cell, warm
 from table import summarise, write_results
 
 
 def main() -> None:
     options = arguments()
-    checkpoint = options.checkpoint or made_checkpoint(options.layers)
+    checkpoint = options.checkpoint or benchmark_checkpoint(options.layers)
     cells: dict[str, list[list[dict[str, Any]]]] = {arm: [] for arm in options.arms}
     digests: dict[str, list[Any]] = {}
     for repeat in range(options.repeats):
         for arm in options.arms if repeat % 2 == 0 else options.arms[::-1]:
-            ranks = one_cell(arm, checkpoint, options, repeat == 0)
+            ranks = run_arm(arm, checkpoint, options, repeat == 0)
             if "digest" in ranks[0]:
                 digests[arm] = [cell.pop("digest") for cell in ranks]
             cells[arm].append(ranks)
@@ -41,10 +40,10 @@ def main() -> None:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Benchmark of loading a checkpoint into a sharded model.")
     parser.add_argument("--checkpoint", type=Path, help="default: made with `zerostart synth` on first use")
-    parser.add_argument("--layers", type=int, help="of the default checkpoint: 16 are 3.4 GB")
+    parser.add_argument("--layers", type=int, help="layers of the default checkpoint: 16 are 3.4 GB")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=USUAL)
+    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=DEFAULT_ARMS)
     parser.add_argument("--cold", action="store_true", help="drop the files from the page cache")
     parser.add_argument("--limit", type=float, default=600, help="seconds that a cell may take")
     parser.add_argument("--as-found", action="store_true", help="do not touch free memory before a cell")
@@ -52,35 +51,35 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def one_cell(arm: str, checkpoint: Path, options: argparse.Namespace, digest: bool) -> list[dict[str, Any]]:
-    """One record a rank, with the peaks of its memory."""
+def run_arm(arm: str, checkpoint: Path, options: argparse.Namespace, digest: bool) -> list[dict[str, Any]]:
+    """Run one cell; return one record for each rank, with its memory peaks."""
     resident = evict(checkpoint) if options.cold else warm(checkpoint)
     flags = ["--digest"] * digest + ["--as-found"] * options.as_found
-    told = run_cell("arms.py", [arm, "--checkpoint", checkpoint, *flags], options.ranks, options.limit)
-    for cell, samples in told:
+    results = run_cell("arms.py", [arm, "--checkpoint", checkpoint, *flags], options.ranks, options.limit)
+    for cell, samples in results:
         cell["peak"] = peaks(cell, samples)
         cell["resident_before"] = resident
-    return [cell for cell, _ in told]
+    return [cell for cell, _ in results]
 
 
 def peaks(cell: dict[str, Any], samples: Samples) -> dict[str, int]:
-    """Peaks above the level before the load: anonymous, mapped, and both together at one moment."""
+    """Return peaks of anonymous, mapped and all memory above the level before the load."""
     before = cell["before"]
     mapped_before = before["RssFile"] + before["RssShmem"]
     after = cell["after"]
-    inside = [(a, m) for at, a, m in samples if cell["started"] <= at <= cell["ended"]]
-    inside.append((after["RssAnon"], after["RssFile"] + after["RssShmem"]))
+    during = [(a, m) for at, a, m in samples if cell["started"] <= at <= cell["ended"]]
+    during.append((after["RssAnon"], after["RssFile"] + after["RssShmem"]))
     return {
-        "anonymous": max(a for a, _ in inside) - before["RssAnon"],
-        "mapped": max(m for _, m in inside) - mapped_before,
-        "resident": max(a + m for a, m in inside) - before["RssAnon"] - mapped_before,
+        "anonymous": max(a for a, _ in during) - before["RssAnon"],
+        "mapped": max(m for _, m in during) - mapped_before,
+        "resident": max(a + m for a, m in during) - before["RssAnon"] - mapped_before,
         "high_water": after["VmHWM"] - before["RssAnon"] - mapped_before,
-        "samples": len(inside),
+        "samples": len(during),
     }
 
 
 def compare_digests(digests: dict[str, list[Any]]) -> dict[str, bool]:
-    """Whether ours and the peer's hold the same weights on every rank, by engine."""
+    """Compare our weights with the peer's on every rank, by engine."""
     pairs = {
         "deepspeed": ("zerostart-deepspeed", "stock-deepspeed"),
         "fsdp2": ("zerostart-fsdp2", "native-fsdp2"),

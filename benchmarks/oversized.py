@@ -1,19 +1,18 @@
-"""One parameter that is far bigger than what a rank may take beside its shard.
+"""Load one parameter that is far larger than a rank's memory limit.
 
     python benchmarks/oversized.py [--side 22528] [--ranks 1 2 3] [--memory-limit 33554432] [--cases ...]
                                    [--scratch DIR] [--no-gather] [--out FILE]
 
-A linear layer of ``side`` x ``side`` fp32 elements is loaded by local ranks on each engine and placement; an
-odd ``side`` makes the last partition a padded one. For each rank: its partition, the peak of anonymous memory
-over the level before the load, and the difference, which is what the load takes beside the partition. The
-shard is then compared with the file, in pieces, and so is the whole parameter after the engine's own
-all-gather (which takes the whole parameter on every rank, or more; ``--no-gather`` leaves it out).
+Local ranks load a linear layer of ``side`` x ``side`` fp32 elements on each engine and placement; an odd
+``side`` gives the last partition padding. The output has for each rank its partition, the peak of anonymous
+memory above the level before the load, and their difference. The shard is then compared with the file, and so
+is the whole parameter after the engine's own all-gather, which needs memory for it on every rank
+(``--no-gather`` skips this).
 
-On NVMe the partition is in a swap file and what counts is memory: DeepSpeed's own buffer, of the size of one
-partition. Where its asynchronous input and output cannot be built, plain file operations stand in for it
-(``tests/file_aio.py``); the load does not use either.
-The same parameter is the case of DeepSpeed's pull request 8103 (2 ranks: 3.05 GB at the peak without
-streaming, 1.10 GB with it, for a partition of 1.02 GB).
+On NVMe the partition is in a swap file, and the peak includes DeepSpeed's buffer of one partition. If
+DeepSpeed's asynchronous I/O cannot be compiled, plain file operations replace it (``tests/file_aio.py``);
+the load uses neither. DeepSpeed's pull request 8103 measures the same parameter (2 ranks: peak 3.05 GB
+without streaming, 1.10 GB with it, for a partition of 1.02 GB).
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-#: Engine and ``zero_optimization`` of each case; what depends on the number of ranks is filled in there.
+#: Engine and ``zero_optimization`` of each case; ``complete`` adds values that depend on the ranks.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "ZeRO-3": ("deepspeed", {}),
     "ZeRO-3, offload_param to cpu": ("deepspeed", {"offload_param": {"device": "cpu"}}),
@@ -49,12 +48,12 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--memory-limit", type=int, default=32 << 20)
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
-    parser.add_argument("--scratch", type=Path, help="where the file is made")
+    parser.add_argument("--scratch", type=Path, help="folder for the file")
     parser.add_argument("--gather", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     options = parser.parse_args()
-    own = [str(Path(__file__).parent), str(ROOT)]
-    here = os.pathsep.join([*own, *filter(None, [os.environ.get("PYTHONPATH")])])
+    folders = [str(Path(__file__).parent), str(ROOT)]
+    python_path = os.pathsep.join([*folders, *filter(None, [os.environ.get("PYTHONPATH")])])
     rows = []
     with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
         path = Path(folder) / "model.safetensors"
@@ -65,14 +64,16 @@ def main() -> None:
                     continue
                 job = {"path": str(path), "side": options.side, "case": case, "limit": options.memory_limit}
                 job["gather"] = options.gather
-                found = run_local_ranks("oversized", [json.dumps(job)], nproc, env={"PYTHONPATH": here})
-                for rank, row in enumerate(found):
+                rows_by_rank = run_local_ranks(
+                    "oversized", [json.dumps(job)], nproc, env={"PYTHONPATH": python_path}
+                )
+                for rank, row in enumerate(rows_by_rank):
                     rows.append({"case": case, "ranks": nproc, "rank": rank, **row})
-                    beside = (row["peak"] - row["partition"]) / 2**20
+                    difference_mib = (row["peak"] - row["partition"]) / 2**20
                     print(
                         f"{case:<30} rank {rank} of {nproc}: partition {row['partition'] / 1e9:.3f} GB, peak "
-                        f"{row['peak'] / 1e9:.3f} GB, beside it {beside:6.1f} MiB, {row['seconds']:.1f} s, "
-                        f"{'identical' if row['identical'] else 'DIFFERENT'}",
+                        f"{row['peak'] / 1e9:.3f} GB, above it {difference_mib:6.1f} MiB, "
+                        f"{row['seconds']:.1f} s, {'identical' if row['identical'] else 'DIFFERENT'}",
                         flush=True,
                     )
     if options.out:
@@ -93,7 +94,7 @@ def versions() -> dict[str, str]:
 
 
 def write(path: Path, side: int) -> None:
-    """A safetensors file of one matrix, written in pieces."""
+    """Write a safetensors file of one matrix."""
     import numpy as np
 
     nbytes = side * side * 4
@@ -109,7 +110,7 @@ def write(path: Path, side: int) -> None:
 
 
 def run(argv: list[str]) -> dict[str, Any]:
-    """One rank."""
+    """Run one rank, and return its figures."""
     import torch
 
     import zerostart
@@ -123,14 +124,14 @@ def run(argv: list[str]) -> dict[str, Any]:
     torch.set_num_threads(1)
     join_group()
     resolve_engine(engine, 3, None, Mesh(1)).require()
-    config = {} if engine == "fsdp2" else {"zero_optimization": completed(zero, job)}
+    config = {} if engine == "fsdp2" else {"zero_optimization": complete(zero, job)}
 
     def layer() -> torch.nn.Module:
         return torch.nn.Linear(job["side"], job["side"], bias=False)
 
     with torch.device("meta"):
         built = layer() if "prebuilt" in job["case"] else layer
-    small = {"weight": torch.zeros(3, 3)}  # Imports are no part of a load.
+    small = {"weight": torch.zeros(3, 3)}  # imports must not be measured
     plain = {} if (config.get("zero_optimization") or {}).get("offload_param") else config
     zerostart.load(
         small,
@@ -147,22 +148,22 @@ def run(argv: list[str]) -> dict[str, Any]:
         memory_limit=job["limit"],
         progress=False,
     )
-    made = zerostart.report(model)
+    report = zerostart.report(model)
     (shard,) = get_record(model).shards(model).values()
-    whole = all(gathered(model, job, engine)) if job["gather"] else None
+    whole = all(check_gathered(model, job, engine)) if job["gather"] else None
     result = {
         "partition": shard.storage.numel() * shard.storage.element_size(),
-        "peak": made.peak_host_bytes,
-        "seconds": made.phases["total"],
-        "identical": identical(shard, Path(job["path"])) and whole is not False,
+        "peak": report.peak_host_bytes,
+        "seconds": report.phases["total"],
+        "identical": equals_file(shard, Path(job["path"])) and whole is not False,
         "gathered": whole,
     }
     leave_group()
     return result
 
 
-def completed(zero: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
-    """``zero_optimization`` with what depends on the number of ranks and on the host."""
+def complete(zero: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
+    """Add the values of ``zero_optimization`` that depend on the ranks and the host."""
     import torch.distributed as dist
 
     from tests import file_aio
@@ -171,49 +172,49 @@ def completed(zero: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
     if "zero_hpz_partition_size" in zero:
         zero["zero_hpz_partition_size"] = dist.get_world_size()
     if (zero.get("offload_param") or {}).get("device") == "nvme":
-        room = -(-(job["side"] ** 2) // dist.get_world_size() // 4096) * 4096 + 4096
+        buffer_size = -(-(job["side"] ** 2) // dist.get_world_size() // 4096) * 4096 + 4096
         folder = str(Path(job["path"]).parent)
-        buffers = {"nvme_path": folder, "buffer_count": 1, "buffer_size": room, "pin_memory": False}
+        buffers = {"nvme_path": folder, "buffer_count": 1, "buffer_size": buffer_size, "pin_memory": False}
         zero["offload_param"] = {"device": "nvme", **buffers}
         if not file_aio.is_compilable():
             file_aio.install()
     return zero
 
 
-def gathered(model: Any, job: dict[str, Any], engine: str) -> Iterator[bool]:
-    """Whether the parameter is the file's after the engine's all-gather, and when it is gathered again."""
+def check_gathered(model: Any, job: dict[str, Any], engine: str) -> Iterator[bool]:
+    """Yield True if the gathered parameter equals the file, twice."""
     (parameter,) = model.parameters()
     for _ in range(2):
         if engine == "fsdp2":
-            yield equal(parameter.full_tensor().detach().reshape(-1).numpy(), 0, Path(job["path"]))
+            yield equals_part(parameter.full_tensor().detach().reshape(-1).numpy(), 0, Path(job["path"]))
             continue
         import deepspeed
 
         with deepspeed.zero.GatheredParameters([parameter]):
-            yield equal(parameter.detach().reshape(-1).numpy(), 0, Path(job["path"]))
+            yield equals_part(parameter.detach().reshape(-1).numpy(), 0, Path(job["path"]))
 
 
-def identical(shard: Any, path: Path) -> bool:
-    """Whether the shard has the file's bytes where its layout says, and zeros for padding."""
-    own = shard.storage.reshape(-1).numpy()
+def equals_file(shard: Any, path: Path) -> bool:
+    """Return True if the shard equals its part of the file, with zero padding."""
+    elements = shard.storage.reshape(-1).numpy()
     owned = 0
-    for first, count, place in shard.layout.runs():
+    for first, count, position in shard.layout.runs():
         owned += count
-        if not equal(own[place : place + count], first, path):
+        if not equals_part(elements[position : position + count], first, path):
             return False
-    return owned == shard.layout.owned and not own[owned:].any()
+    return owned == shard.layout.owned and not elements[owned:].any()
 
 
-def equal(mine: Any, first: int, path: Path) -> bool:
-    """Whether ``mine`` is what the file has from element ``first`` on; in pieces."""
+def equals_part(elements: Any, first: int, path: Path) -> bool:
+    """Compare ``elements`` with the file from element ``first`` on, in pieces."""
     import numpy as np
 
     with path.open("rb") as file:
         start = 8 + int.from_bytes(file.read(8), "little")
     stored = np.memmap(path, dtype=np.float32, mode="r", offset=start)
-    for at in range(0, len(mine), PIECE):
-        piece = mine[at : at + PIECE]
-        if not np.array_equal(piece, stored[first + at : first + at + len(piece)]):
+    for start_of_piece in range(0, len(elements), PIECE):
+        piece = elements[start_of_piece : start_of_piece + PIECE]
+        if not np.array_equal(piece, stored[first + start_of_piece : first + start_of_piece + len(piece)]):
             return False
     return True
 

@@ -1,7 +1,7 @@
-"""Arms of the load benchmark that only read: peers that bring a rank's share of the bytes into its memory.
+"""Arms of the load benchmark with other readers, which only read.
 
-Their unit is not always a shard of a parameter, and none of them converts the checkpoint's tensors into the
-model's, so they do less than a load: each rank gets as many bytes of checkpoint tensors as its shards have.
+They do less than a load: each rank gets as many bytes of checkpoint tensors as its shards have, not always
+shards of parameters, and no tensor is converted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CHUNK = 2 << 20  # run:ai's own default for a file system
 
 
 def header(path: Path) -> tuple[dict[str, Any], int]:
-    """The header of a safetensors file, and where its data begin."""
+    """Return the header of a safetensors file, and the offset of its data."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         entries = json.loads(file.read(size))
@@ -30,7 +30,7 @@ def header(path: Path) -> tuple[dict[str, Any], int]:
 
 
 def own_names(checkpoint: Path) -> dict[Path, list[str]]:
-    """Names of this rank's share of the tensors, in the order of their bytes."""
+    """Return the names of this rank's share of tensors by file, in byte order."""
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     shares = {}
     for path in sorted(checkpoint.glob("*.safetensors")):
@@ -42,26 +42,26 @@ def own_names(checkpoint: Path) -> dict[Path, list[str]]:
 
 
 def prepare_safetensors(checkpoint: Path) -> Callable[[], Any]:
-    """``get_slice`` of a dimension-0 shard of every tensor, cloned out of the mapping."""
+    """Read a dimension-0 shard of every tensor with ``get_slice``, and clone it."""
     from safetensors import safe_open
 
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
     def read() -> Any:
-        found = {}
+        tensors = {}
         for path in sorted(checkpoint.glob("*.safetensors")):
             with safe_open(path, "pt") as file:
                 for name in file.keys():  # noqa: SIM118  # no dictionary
                     part = file.get_slice(name)
                     size = part.get_shape()[0]
-                    found[name] = part[size * rank // ranks : size * (rank + 1) // ranks].clone()
-        return found
+                    tensors[name] = part[size * rank // ranks : size * (rank + 1) // ranks].clone()
+        return tensors
 
     return read
 
 
 def prepare_dcp(checkpoint: Path) -> Callable[[], Any]:
-    """torch's distributed checkpoint with its reader of safetensors, into ``Shard(0)`` DTensors."""
+    """Read into ``Shard(0)`` DTensors with torch's distributed checkpoint."""
     import torch
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
@@ -86,7 +86,7 @@ def prepare_dcp(checkpoint: Path) -> Callable[[], Any]:
 
 
 def prepare_fastsafetensors(checkpoint: Path) -> Callable[[], Any]:
-    """The nogds copier on the CPU; each rank a share of the tensors, by the loader's filter."""
+    """Read a share of the tensors with fastsafetensors' nogds copier on the CPU."""
     sys.path.insert(0, str(PEERS))
     from fastsafetensors import SafeTensorsFileLoader, SingleGroup
 
@@ -102,7 +102,7 @@ def prepare_fastsafetensors(checkpoint: Path) -> Callable[[], Any]:
 
 
 def prepare_runai(checkpoint: Path) -> Callable[[], Any]:
-    """Run:ai Model Streamer; each rank a share of the bytes, copied out of its ring."""
+    """Read a share of the bytes with Run:ai Model Streamer, copied from its ring."""
     sys.path.insert(0, str(PEERS))
     import torch
     from runai_model_streamer.file_streamer.file_streamer import FileStreamer

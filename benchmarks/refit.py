@@ -1,14 +1,14 @@
-"""Weights from 2 trainer ranks into 2 workers on one host: ours beside a raw copy and the usual ways.
+"""Compare ways to move weights from trainer ranks into workers on one host.
 
     python benchmarks/refit.py [--layers 21] [--repeats 3] [--only ARM ...] [--out FILE]
 
-The trainer is FSDP2 in bf16, a worker half of a Qwen3 with fused parameters and a loader as engines have it.
-Arms alternate, each in fresh processes; the first push of a process is told apart, as it also makes what
-later ones use again. Seconds are from the trainers' call until both workers have the weights; CPU seconds
-are those of all four processes meanwhile, which other programs on the machine change less.
+Two trainer ranks have FSDP2 in bf16. Each of two workers has half of a Qwen3 with fused parameters and a
+loader like an engine's. Arms alternate, each in fresh processes. The first push is a separate figure,
+because it also sets up later ones. Seconds are from the trainers' call until both workers have the weights.
+CPU seconds are those of all four processes; other programs on the machine change them less.
 
-- ``ours``: ``zerostart.refit``, with digests of all that was read back;
-- ``raw``: as many bytes copied into shared memory by the trainers, and out of it by the workers: no names, no
+- ``ours``: ``zerostart.refit``, with digests of the received weights;
+- ``raw``: the trainers copy as many bytes into shared memory, and the workers copy them out: no names, no
   layouts, no checks;
 - ``gather``: the whole state dict on trainer rank 0, then one broadcast for each tensor, and
   ``load_weights``;
@@ -55,7 +55,7 @@ CONFIG = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Weights from trainer ranks into workers.")
-    parser.add_argument("--layers", type=int, default=21, help="of a Qwen3-1.7B; 21 with a head: 3.4 GB")
+    parser.add_argument("--layers", type=int, default=21, help="layers of a Qwen3-1.7B: 21 are 3.4 GB")
     parser.add_argument("--vocabulary", type=int, default=CONFIG["vocab_size"])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only", nargs="+", choices=ARMS, default=ARMS)
@@ -63,21 +63,21 @@ def main() -> None:
     parser.add_argument("--role", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.role:
-        part(options)
+        run_process(options)
         return
-    found: dict[str, list[dict[str, Any]]] = {arm: [] for arm in options.only}
+    results: dict[str, list[dict[str, Any]]] = {arm: [] for arm in options.only}
     for repeat in range(options.repeats):
         for arm in options.only if repeat % 2 == 0 else options.only[::-1]:
-            found[arm].append(cell(arm, options))
-            print(f"repeat {repeat + 1}/{options.repeats}  {arm:<12} {found[arm][-1]}", flush=True)
-    print("\n" + table(found))
+            results[arm].append(run_arm(arm, options))
+            print(f"repeat {repeat + 1}/{options.repeats}  {arm:<12} {results[arm][-1]}", flush=True)
+    print("\n" + table(results))
     if options.out:
-        options.out.write_text(json.dumps(found, indent=1) + "\n")
-        options.out.with_suffix(".md").write_text(page(found, options))
+        options.out.write_text(json.dumps(results, indent=1) + "\n")
+        options.out.with_suffix(".md").write_text(page(results, options))
 
 
-def cell(arm: str, options: argparse.Namespace) -> dict[str, Any]:
-    """One arm in fresh processes: its seconds, and the most that a process took beside what it holds."""
+def run_arm(arm: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Run one arm in fresh processes; return seconds and peaks of memory."""
     folder = Path(tempfile.mkdtemp(prefix="bench-refit-", dir="/dev/shm"))
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     try:
@@ -106,18 +106,18 @@ def cell(arm: str, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def anonymous() -> int:
+def anonymous_bytes() -> int:
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(fields["RssAnon"].split()[0]) * 1024
 
 
-class Meeting:
-    """All four processes, by a store."""
+class Barrier:
+    """Barrier of all four processes, by a store."""
 
     def __init__(self, store: Any, number: int) -> None:
         self.store, self.number, self.count = store, number, 0
 
-    def meet(self) -> None:
+    def wait(self) -> None:
         self.count += 1
         key = f"meet-{self.count}"
         if self.store.add(key, 1) == TRAINERS + WORKERS:
@@ -125,55 +125,55 @@ class Meeting:
         self.store.wait([f"{key}-done"])
 
 
-def part(options: argparse.Namespace) -> None:
-    arm, number, where = options.role
-    port, folder = where.split(":", 1)
+def run_process(options: argparse.Namespace) -> None:
+    arm, number, address = options.role
+    port, folder = address.split(":", 1)
     store = dist.TCPStore("127.0.0.1", int(port), None, False, timeout=timedelta(seconds=500))
     torch.set_num_threads(1)
     config = {**CONFIG, "num_hidden_layers": options.layers, "vocab_size": options.vocabulary}
-    meeting = Meeting(store, int(number))
+    barrier = Barrier(store, int(number))
     side = trainer if int(number) < TRAINERS else worker
     push, nbytes = side(arm, int(number), Path(folder), config, store)
-    before, seconds, used, beside, report = anonymous(), [], [], 0, None
+    before, seconds, cpu_seconds, added, report = anonymous_bytes(), [], [], 0, None
     for _ in range(PUSHES):
-        meeting.meet()
-        begun, cpu = time.perf_counter(), time.process_time()
-        most, report = peak(push)
-        used.append(time.process_time() - cpu)
-        beside = max(beside, most - before)
-        meeting.meet()
-        seconds.append(time.perf_counter() - begun)
-    moved = getattr(report, "moved_bytes", nbytes)
-    found = {"bytes": nbytes, "seconds": seconds, "cpu": used, "beside": beside, "moved": moved}
-    (Path(folder) / f"{number}.json").write_text(json.dumps(found))
-    meeting.meet()
+        barrier.wait()
+        start, cpu = time.perf_counter(), time.process_time()
+        highest, report = peak_memory(push)
+        cpu_seconds.append(time.process_time() - cpu)
+        added = max(added, highest - before)
+        barrier.wait()
+        seconds.append(time.perf_counter() - start)
+    moved_bytes = getattr(report, "moved_bytes", nbytes)
+    result = {"bytes": nbytes, "seconds": seconds, "cpu": cpu_seconds, "beside": added, "moved": moved_bytes}
+    (Path(folder) / f"{number}.json").write_text(json.dumps(result))
+    barrier.wait()
     sys.stdout.flush()
     os._exit(0)
 
 
-def peak(work: Callable[[], object]) -> tuple[int, object]:
-    """The most anonymous memory while ``work`` runs, looked at each 20 ms, and what it gives."""
+def peak_memory(work: Callable[[], object]) -> tuple[int, object]:
+    """Return the peak of anonymous memory while ``work`` runs, and its result."""
     import threading
 
-    most, stop = anonymous(), threading.Event()
+    highest, stop = anonymous_bytes(), threading.Event()
 
-    def look() -> None:
-        nonlocal most
+    def sample() -> None:
+        nonlocal highest
         while not stop.wait(0.02):
-            most = max(most, anonymous())
+            highest = max(highest, anonymous_bytes())
 
-    thread = threading.Thread(target=look, daemon=True)
+    thread = threading.Thread(target=sample, daemon=True)
     thread.start()
-    made = work()
+    result = work()
     stop.set()
     thread.join()
-    return most, made
+    return highest, result
 
 
-def groups(store: Any, number: int) -> Any:
-    """Trainer rank 0 and the workers, over gloo."""
-    place = 0 if number == 0 else number - TRAINERS + 1
-    return dist.ProcessGroupGloo(dist.PrefixStore("b", store), place, WORKERS + 1, timedelta(seconds=500))
+def make_group(store: Any, number: int) -> Any:
+    """Return a gloo group of trainer rank 0 and the workers."""
+    rank = 0 if number == 0 else number - TRAINERS + 1
+    return dist.ProcessGroupGloo(dist.PrefixStore("b", store), rank, WORKERS + 1, timedelta(seconds=500))
 
 
 def trainer(
@@ -219,10 +219,10 @@ def trainer(
             memory = torch.frombuffer(mmap.mmap(file.fileno(), nbytes), dtype=torch.uint8)
 
         def copy() -> None:
-            at = nbytes // TRAINERS * number
+            offset = nbytes // TRAINERS * number
             for local in locals_:
-                memory[at : at + local.numel()].copy_(local)
-                at += local.numel()
+                memory[offset : offset + local.numel()].copy_(local)
+                offset += local.numel()
             store.add("raw", 1)
 
         return copy, nbytes
@@ -233,12 +233,12 @@ def trainer(
             store.add("saved", 1)
 
         return reload, nbytes
-    group = groups(store, number) if number == 0 else None
+    group = make_group(store, number) if number == 0 else None
 
-    def each() -> Iterator[torch.Tensor | None]:
+    def full_tensors() -> Iterator[torch.Tensor | None]:
         whole = None
         if arm == "gather":
-            # All of it at once, as a gathered state dict is.
+            # All tensors at once, like a gathered state dict.
             whole = [parameter.full_tensor() for parameter in model.parameters()]  # type: ignore[attr-defined]
             yield from whole if number == 0 else ()
             return
@@ -247,7 +247,7 @@ def trainer(
             yield full if number == 0 else None
 
     def send() -> None:
-        for tensor in each():
+        for tensor in full_tensors():
             if tensor is not None and group is not None:
                 group.broadcast([tensor.detach()]).wait()
 
@@ -259,16 +259,16 @@ def worker(
 ) -> tuple[Callable[[], object], int]:
     from tests.refit.workers import Engine
 
-    place = number - TRAINERS
-    engine = Engine(config, place, WORKERS, torch.bfloat16)
-    held = [parameter.data.view(-1).view(torch.uint8) for parameter in engine.parameters()]
-    own = sum(tensor.numel() for tensor in held)
+    rank = number - TRAINERS
+    engine = Engine(config, rank, WORKERS, torch.bfloat16)
+    views = [parameter.data.view(-1).view(torch.uint8) for parameter in engine.parameters()]
+    nbytes = sum(tensor.numel() for tensor in views)
     if arm == "ours":
         from zerostart import serving
 
-        receiver = serving.Receiver(engine, name=f"tp{place}")
+        receiver = serving.Receiver(engine, name=f"tp{rank}")
         connection = serving.Connection(receiver, f"unix://{folder}/workers")
-        return connection.follow, own
+        return connection.follow, nbytes
     if arm == "raw":
         count = 0
 
@@ -278,22 +278,22 @@ def worker(
             while store.add("raw", 0) < count:
                 time.sleep(0.002)
             with (folder / "raw").open("r+b") as file:
-                memory = mapped(file) if raw is None else raw
-            at = 0
-            for tensor in held:
-                size = min(tensor.numel(), memory.numel() - at)
-                tensor[:size].copy_(memory[at : at + size])
-                at += size
+                memory = map_file(file) if raw is None else raw
+            offset = 0
+            for tensor in views:
+                size = min(tensor.numel(), memory.numel() - offset)
+                tensor[:size].copy_(memory[offset : offset + size])
+                offset += size
 
         raw: Any = None
 
-        def mapped(file: Any) -> torch.Tensor:
+        def map_file(file: Any) -> torch.Tensor:
             nonlocal raw
             whole = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
-            raw = whole[place * (whole.numel() - own) :]
+            raw = whole[rank * (whole.numel() - nbytes) :]
             return raw
 
-        return copy, own
+        return copy, nbytes
     if arm == "reload":
         from safetensors import safe_open
 
@@ -308,51 +308,52 @@ def worker(
                 with safe_open(path, "pt") as file:
                     engine.load_weights((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
 
-        return load, own
+        return load, nbytes
     import transformers
 
-    group = groups(store, number)
+    group = make_group(store, number)
     with torch.device("meta"):
         shapes = transformers.AutoModelForCausalLM.from_config(
             transformers.AutoConfig.for_model("qwen3", **config), dtype=torch.bfloat16
         )
 
-    def received() -> Iterator[tuple[str, torch.Tensor]]:
+    def receive() -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in shapes.named_parameters():
-            room = torch.empty(parameter.shape, dtype=parameter.dtype)
-            group.broadcast([room]).wait()
-            yield name, room
+            tensor = torch.empty(parameter.shape, dtype=parameter.dtype)
+            group.broadcast([tensor]).wait()
+            yield name, tensor
 
-    return lambda: engine.load_weights(received()), own
+    return lambda: engine.load_weights(receive()), nbytes
 
 
-def table(found: dict[str, list[dict[str, Any]]]) -> str:
+def table(results: dict[str, list[dict[str, Any]]]) -> str:
     head = ["arm", "seconds", "range", "first push", "GB/s", "of raw", "CPU seconds", "of raw", "moved"]
     head += ["beside a trainer", "beside a worker"]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    for arm, runs in found.items():
+    for arm, runs in results.items():
 
-        def middle(key: str, of: str = arm) -> float:
-            return statistics.median(run[key] for run in found[of])
+        def median_of(key: str, other_arm: str = arm) -> float:
+            return statistics.median(run[key] for run in results[other_arm])
 
         seconds = [run["seconds"] for run in runs]
         raw = "raw"
         ratios = [
-            f"{middle(k) / middle(k, raw):.2f}" if found.get(raw) else "" for k in ("seconds", "cpu_seconds")
+            f"{median_of(k) / median_of(k, raw):.2f}" if results.get(raw) else ""
+            for k in ("seconds", "cpu_seconds")
         ]
-        beside = [max(run[key] for run in runs) >> 20 for key in ("trainer_beside", "worker_beside")]
+        peaks_mib = [max(run[key] for run in runs) >> 20 for key in ("trainer_beside", "worker_beside")]
         lines.append(
-            f"| {arm} | {middle('seconds'):.2f} | {min(seconds):.2f} to {max(seconds):.2f} | "
-            f"{middle('first_seconds'):.2f} | {runs[0]['bytes'] / middle('seconds') / 1e9:.2f} | "
-            f"{ratios[0]} | {middle('cpu_seconds'):.2f} | {ratios[1]} | "
-            f"{runs[0]['moved'] / runs[0]['bytes']:.1%} | {beside[0]} MiB | {beside[1]} MiB |"
+            f"| {arm} | {median_of('seconds'):.2f} | {min(seconds):.2f} to {max(seconds):.2f} | "
+            f"{median_of('first_seconds'):.2f} | {runs[0]['bytes'] / median_of('seconds') / 1e9:.2f} | "
+            f"{ratios[0]} | {median_of('cpu_seconds'):.2f} | {ratios[1]} | "
+            f"{runs[0]['moved'] / runs[0]['bytes']:.1%} | {peaks_mib[0]} MiB | {peaks_mib[1]} MiB |"
         )
     return "\n".join(lines)
 
 
-def page(found: dict[str, list[dict[str, Any]]], options: argparse.Namespace) -> str:
-    nbytes = next(iter(found.values()))[0]["bytes"]
-    most = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss >> 10
+def page(results: dict[str, list[dict[str, Any]]], options: argparse.Namespace) -> str:
+    nbytes = next(iter(results.values()))[0]["bytes"]
+    largest_mib = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss >> 10
     command = "python benchmarks/refit.py " + " ".join(sys.argv[1:])
     return (
         f"# Weights into workers\n\n{nbytes / 1e9:.2f} GB in bf16, {TRAINERS} trainer ranks (FSDP2) to "
@@ -361,7 +362,7 @@ def page(found: dict[str, list[dict[str, Any]]], options: argparse.Namespace) ->
         f"range over runs. Other programs shared the machine: CPU seconds of the four processes are told "
         f"beside. `{command}`.\n\n``of raw`` is by the raw copy. What a process takes "
         f"beside what it holds is anonymous memory; an image in shared memory is none (largest "
-        f"process {most} MiB).\n\n{table(found)}\n"
+        f"process {largest_mib} MiB).\n\n{table(results)}\n"
     )
 
 

@@ -1,7 +1,7 @@
-"""One rank of one cell of the save benchmark: load, wait for the others, save on the clock, report.
+"""Run one rank of one cell of the save benchmark.
 
-Started by save.py with the usual variables of a distributed launch. Every arm ends with its files on the disk
-(``fsync``), as zerostart's own writer leaves them.
+save.py starts it with the usual variables of a distributed launch. Only the save is timed. Every arm ends
+with its files on the disk (``fsync``), like zerostart's own writer.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Any
 
 from arms import CHUNK, back_free_memory, memory, model_class, shard_bytes, start_gloo
 
-#: Given a checkpoint and where to save: what is timed, and the model (None: memory of as many bytes).
+#: The timed function, and the model or a tensor of as many bytes.
 Prepared = tuple[Callable[[], Any], Any]
 
 
-def loaded(checkpoint: Path, engine: str) -> Any:
-    """The model, sharded by zerostart; how it came into memory is not on the clock."""
+def load_model(checkpoint: Path, engine: str) -> Any:
+    """Load the sharded model with zerostart."""
     import zerostart
 
     model_class(checkpoint)
@@ -36,10 +36,7 @@ def loaded(checkpoint: Path, engine: str) -> Any:
 
 
 def prepare_ceiling(direct: bool) -> Callable[[Path, Path], Prepared]:
-    """Write this rank's share of the bytes from memory that is there, in a file of its own, and sync it.
-
-    ``direct``: round the page cache.
-    """
+    """Write and sync this rank's share of the bytes; ``direct`` bypasses the page cache."""
 
     def prepare(checkpoint: Path, out: Path) -> Prepared:
         start_gloo()
@@ -51,7 +48,7 @@ def prepare_ceiling(direct: bool) -> Callable[[Path, Path], Prepared]:
 
 
 def raw_write(out: Path, count: int, rank: int, direct: bool = False) -> Prepared:
-    """Write ``count`` bytes of memory that is there into a file of this rank's own, and sync it."""
+    """Write and sync ``count`` bytes of existing memory into one file of this rank."""
     import torch
 
     count = -(-count // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -74,20 +71,20 @@ def raw_write(out: Path, count: int, rank: int, direct: bool = False) -> Prepare
 def prepare_zerostart(engine: str) -> Callable[[Path, Path], Prepared]:
     def prepare(checkpoint: Path, out: Path) -> Prepared:
         import zerostart
-        import zerostart.state.saving.save  # imported by the first save otherwise
+        import zerostart.state.saving.save  # otherwise imported by the first save
 
-        model = loaded(checkpoint, engine)
+        model = load_model(checkpoint, engine)
         return (lambda: zerostart.save(model, out)), model
 
     return prepare
 
 
 def prepare_pretrained_zero3(checkpoint: Path, out: Path) -> Prepared:
-    """The usual way under ZeRO-3: parameters are gathered one by one, rank 0 collects and saves them."""
+    """Gather parameters one by one under ZeRO-3; rank 0 collects and saves them."""
     import deepspeed
     import torch
 
-    model = loaded(checkpoint, "deepspeed")
+    model = load_model(checkpoint, "deepspeed")
 
     def save() -> None:
         whole: dict[str, torch.Tensor] = {}
@@ -97,35 +94,35 @@ def prepare_pretrained_zero3(checkpoint: Path, out: Path) -> Prepared:
                     whole[name] = parameter.detach().cpu().clone()
         if os.environ["RANK"] == "0":
             model.save_pretrained(out, state_dict=whole)
-        synced(out)
+        sync_files(out)
 
     return save, model
 
 
 def prepare_pretrained_fsdp2(checkpoint: Path, out: Path) -> Prepared:
-    """The usual way under FSDP2: a full state dict on rank 0, saved by the library."""
+    """Collect a full state dict on rank 0 under FSDP2, saved by the library."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-    model = loaded(checkpoint, "fsdp2")
+    model = load_model(checkpoint, "fsdp2")
 
     def save() -> None:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         whole = get_model_state_dict(model, options=options)
         if os.environ["RANK"] == "0":
             model.save_pretrained(out, state_dict=whole)
-        synced(out)
+        sync_files(out)
 
     return save, model
 
 
 def prepare_dcp(consolidated: bool) -> Callable[[Path, Path], Prepared]:
-    """Torch's distributed checkpoint: its own files, or Hugging Face ones that are then put together."""
+    """Save with torch's distributed checkpoint: its own or consolidated Hugging Face files."""
 
     def prepare(checkpoint: Path, out: Path) -> Prepared:
         import torch.distributed.checkpoint as dcp
         from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-        model = loaded(checkpoint, "fsdp2")
+        model = load_model(checkpoint, "fsdp2")
 
         def save() -> None:
             writer: Any = dcp.FileSystemWriter(out, thread_count=2)
@@ -135,7 +132,7 @@ def prepare_dcp(consolidated: bool) -> Callable[[Path, Path], Prepared]:
                     str(out), dict.fromkeys(state, 1), save_distributed=True, enable_consolidation=True
                 )
             dcp.save(get_model_state_dict(model), storage_writer=writer)
-            synced(out)
+            sync_files(out)
 
         return save, model
 
@@ -154,8 +151,8 @@ ARMS: dict[str, Callable[[Path, Path], Prepared]] = {
 }
 
 
-def synced(out: Path) -> None:
-    """Bring all files to the disk, each by one rank."""
+def sync_files(out: Path) -> None:
+    """Sync all files to the disk, each on one rank."""
     import torch.distributed as dist
 
     dist.barrier()
@@ -175,7 +172,7 @@ def measure(arm: str, checkpoint: Path, out: Path) -> dict[str, Any]:
     gc.collect()
     back_free_memory(256 << 20)
     dist.barrier()
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
+    Path("/proc/self/clear_refs").write_text("5")  # reset VmHWM
     before = memory()
     dist.barrier()
     started = time.monotonic()
@@ -201,7 +198,7 @@ def main() -> None:
     parser.add_argument("--result", type=Path, required=True)
     options = parser.parse_args()
     options.result.write_text(json.dumps(measure(options.arm, options.checkpoint, options.save_to)))
-    os._exit(0)  # The engines' own teardown takes seconds and is not what is measured.
+    os._exit(0)  # skips the engines' teardown, which takes seconds
 
 
 if __name__ == "__main__":

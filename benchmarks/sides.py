@@ -1,12 +1,12 @@
-"""The same benchmarks in two checkouts, this one and one of another commit, whose cells alternate.
+"""Run benchmarks alternately in this checkout and in one of another commit.
 
     git worktree add ../before COMMIT
     python benchmarks/sides.py ../before [--repeats 3] [--only NAME ...] [--out FILE]
 
-``--only`` names benchmarks (default: all of ``CELLS``).
-Each cell is the checkout's own script in a fresh process, with its own ``src`` before all else that is
-installed; both read the same checkpoints. Of each figure there are the median and the range on either side,
-the ratio of the medians, and whether the ranges overlap. See README.md.
+``--only`` names benchmarks (default: all of ``CELLS``). Each cell is the checkout's own script in a fresh
+process, with its own ``src`` first in the path; both read the same checkpoints. The table has the median and
+the range of each figure on both sides, the ratio of the medians, and whether the ranges overlap. See
+README.md.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from cells import ROOT, made_checkpoint
+from cells import ROOT, benchmark_checkpoint
 
-#: Figures of a benchmark by name, out of its JSON.
+#: Function that yields named figures from a benchmark's JSON.
 Figures = Callable[[dict[str, Any]], Iterator[tuple[str, float]]]
 SIDES = ("before", "after")
-#: What both checkouts have, by benchmark.
+#: Arms or cells that both checkouts have, by benchmark.
 CELLS = {
     "load": ["zerostart-deepspeed", "zerostart-fsdp2"],
     "save": ["zerostart-deepspeed", "zerostart-fsdp2"],
@@ -38,18 +38,18 @@ CELLS = {
 
 def main() -> None:
     options = arguments()
-    found: dict[str, dict[str, list[float]]] = {}
+    results: dict[str, dict[str, list[float]]] = {}
     for repeat in range(options.repeats):
-        for name, cells in options.chosen.items():
+        for name, cells in options.selected.items():
             for side in SIDES if repeat % 2 == 0 else SIDES[::-1]:
-                for figure, value in one_cell(name, cells, ROOT if side == "after" else options.before):
-                    sides = found.setdefault(f"{name}: {figure}", {side: [] for side in SIDES})
+                for figure, value in run_benchmark(name, cells, ROOT if side == "after" else options.before):
+                    sides = results.setdefault(f"{name}: {figure}", {side: [] for side in SIDES})
                     sides[side].append(value)
                 print(f"repeat {repeat + 1}/{options.repeats}  {name:<9} {side}", flush=True)
-    rows = {figure: compared(**sides) for figure, sides in found.items()}
+    rows = {figure: summarise(**sides) for figure, sides in results.items()}
     print("\n" + table(rows))
     if options.out:
-        options.out.write_text(json.dumps({"figures": rows, "cells": found}, indent=1) + "\n")
+        options.out.write_text(json.dumps({"figures": rows, "cells": results}, indent=1) + "\n")
 
 
 def arguments() -> argparse.Namespace:
@@ -62,12 +62,12 @@ def arguments() -> argparse.Namespace:
     options.before = options.before.resolve()
     if not (options.before / "src" / "zerostart").is_dir():
         parser.error(f"{options.before} is no checkout of zerostart")
-    options.chosen = {name: CELLS[name] for name in options.only}
+    options.selected = {name: CELLS[name] for name in options.only}
     return options
 
 
-def one_cell(name: str, cells: list[str], root: Path) -> list[tuple[str, float]]:
-    """Run these cells of one benchmark of the checkout ``root`` once."""
+def run_benchmark(name: str, cells: list[str], root: Path) -> list[tuple[str, float]]:
+    """Run ``cells`` of a benchmark of the checkout ``root`` once; return the figures."""
     command, figures = BENCHMARKS[name]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
@@ -81,12 +81,12 @@ def one_cell(name: str, cells: list[str], root: Path) -> list[tuple[str, float]]
 
 
 def load_command(cells: list[str]) -> list[str]:
-    return ["--repeats", "1", "--checkpoint", str(made_checkpoint()), "--arms", *cells, "--out"]
+    return ["--repeats", "1", "--checkpoint", str(benchmark_checkpoint()), "--arms", *cells, "--out"]
 
 
-def load_figures(made: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """Seconds of the slowest rank: in all, of the read, and of all else."""
-    for arm, (ranks,) in made["cells"].items():
+def load_figures(result: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yield the slowest rank's seconds, those of reading, and (total - reading) / reading."""
+    for arm, (ranks,) in result["cells"].items():
         slowest = max(ranks, key=lambda rank: rank["seconds"])
         read = slowest["phases"]["read"]
         yield f"{arm}, s", slowest["seconds"]
@@ -94,20 +94,20 @@ def load_figures(made: dict[str, Any]) -> Iterator[tuple[str, float]]:
         yield f"{arm}, all but the read, of the read", (slowest["seconds"] - read) / read
 
 
-def save_figures(made: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """Seconds of the slowest rank, and the anonymous memory that the save added to a rank, in MiB."""
-    for arm, (ranks,) in made["cells"].items():
+def save_figures(result: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yield the slowest rank's seconds, and the largest peak of added memory in MiB."""
+    for arm, (ranks,) in result["cells"].items():
         yield f"{arm}, s", max(rank["seconds"] for rank in ranks)
         yield f"{arm}, memory MiB", max(rank["peak"] for rank in ranks) / 2**20
 
 
 def state_command(cells: list[str]) -> list[str]:
-    return ["--repeats", "1", "--checkpoint", str(made_checkpoint(1)), "--arms", *cells, "--out"]
+    return ["--repeats", "1", "--checkpoint", str(benchmark_checkpoint(1)), "--arms", *cells, "--out"]
 
 
-def state_figures(made: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """Seconds of the slowest rank, and the anonymous memory that was added to a rank, in MiB."""
-    for arm, (cell,) in made["cells"].items():
+def state_figures(result: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yield the slowest rank's seconds, and the largest peak of added memory in MiB."""
+    for arm, (cell,) in result["cells"].items():
         yield f"{arm}, s", cell["seconds"]
         yield f"{arm}, memory MiB", cell["peak"] / 2**20
 
@@ -116,11 +116,11 @@ def forecast_command(cells: list[str]) -> list[str]:
     return ["--only", *cells, "--json"]
 
 
-def forecast_figures(made: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """Measured peaks of the three phases, over those that were foretold."""
-    for cell in made["cells"]:
-        for phase, told in cell["forecast"].items():
-            yield f"{cell['cell']}, {phase}, of the forecast", cell["measured"][phase] / told
+def forecast_figures(result: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yield the measured peak of each phase relative to its forecast."""
+    for cell in result["cells"]:
+        for phase, forecast in cell["forecast"].items():
+            yield f"{cell['cell']}, {phase}, of the forecast", cell["measured"][phase] / forecast
 
 
 BENCHMARKS: dict[str, tuple[Callable[[list[str]], list[str]], Figures]] = {
@@ -131,8 +131,8 @@ BENCHMARKS: dict[str, tuple[Callable[[list[str]], list[str]], Figures]] = {
 }
 
 
-def compared(before: list[float], after: list[float]) -> dict[str, Any]:
-    """Medians and ranges of a figure, and whether the ranges have anything in common."""
+def summarise(before: list[float], after: list[float]) -> dict[str, Any]:
+    """Return medians and ranges of a figure, and whether the ranges overlap."""
     medians = statistics.median(before), statistics.median(after)
     return {
         "before": [medians[0], min(before), max(before)],
@@ -143,7 +143,7 @@ def compared(before: list[float], after: list[float]) -> dict[str, Any]:
 
 
 def table(rows: dict[str, dict[str, Any]]) -> str:
-    """One line a figure, in markdown."""
+    """Return a Markdown table with one line for each figure."""
     lines = ["| figure | before (range) | after (range) | after / before | ranges overlap |"]
     lines.append("|---|---:|---:|---:|---|")
     for figure, row in rows.items():

@@ -1,6 +1,6 @@
-"""One rank of one cell of the benchmark of training checkpoints; started by state.py.
+"""Run one rank of one cell of the benchmark of training states.
 
-Every engine has made a step before, so that its optimizer has its states, and every arm that saves ends with
+state.py starts it. Every engine trains a step first, so that its optimizer has states. Every save ends with
 its files on the disk.
 """
 
@@ -15,18 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from arms import CHUNK, back_free_memory, deepspeed_config, memory, start_gloo
-from save_arms import loaded, raw_write, synced
+from save_arms import load_model, raw_write, sync_files
 
-#: Gives what is timed, and what is told of it besides.
-Told = dict[str, Any]
-Timed = Callable[[], Told | None]
+#: Timed function; it may return further results of the cell.
+Timed = Callable[[], dict[str, Any] | None]
 
 
-def trained(checkpoint: Path, engine: str) -> tuple[Any, Any, Callable[[], None]]:
-    """A model, or engine, that has made a step with AdamW, its optimizer where that is torch's, and steps."""
+def train_step(checkpoint: Path, engine: str) -> tuple[Any, Any, Callable[[], None]]:
+    """Train a step with AdamW; return model or engine, optimizer, and the step."""
     import torch
 
-    model = loaded(checkpoint, engine)
+    model = load_model(checkpoint, engine)
     optimizer: Any = torch.optim.AdamW(model.parameters(), foreach=False)
     if engine == "deepspeed":
         import deepspeed
@@ -53,7 +52,7 @@ def prepare_state(engine: str) -> Callable[[Path, Path], Timed]:
     def prepare(checkpoint: Path, out: Path) -> Timed:
         import zerostart
 
-        model, optimizer, _ = trained(checkpoint, engine)
+        model, optimizer, _ = train_step(checkpoint, engine)
 
         def save() -> None:
             zerostart.save_state(out / "state", model, optimizer)
@@ -64,20 +63,20 @@ def prepare_state(engine: str) -> Callable[[Path, Path], Timed]:
 
 
 def prepare_background(engine: str) -> Callable[[Path, Path], Timed]:
-    """Three saves in the background; the pause of the first, and of the later ones."""
+    """Save three times in the background, and return the seconds of each."""
 
     def prepare(checkpoint: Path, out: Path) -> Timed:
         import zerostart
 
-        model, optimizer, _ = trained(checkpoint, engine)
+        model, optimizer, _ = train_step(checkpoint, engine)
 
-        def save() -> Told:
-            told = []
+        def save() -> dict[str, Any]:
+            seconds = []
             for _ in range(3):
                 handle = zerostart.save_state(out / "state", model, optimizer, wait=False)
                 handle.wait()
-                told.append(dict(handle.seconds))
-            return {"saves": told, "seconds": told[-1]["written"]}
+                seconds.append(dict(handle.seconds))
+            return {"saves": seconds, "seconds": seconds[-1]["written"]}
 
         return save
 
@@ -85,27 +84,27 @@ def prepare_background(engine: str) -> Callable[[Path, Path], Timed]:
 
 
 def prepare_save_checkpoint(checkpoint: Path, out: Path) -> Timed:
-    """DeepSpeed's own."""
-    engine, _, _ = trained(checkpoint, "deepspeed")
+    """Save with DeepSpeed's ``save_checkpoint``."""
+    engine, _, _ = train_step(checkpoint, "deepspeed")
 
     def save() -> None:
         engine.save_checkpoint(out / "state")
-        synced(out)
+        sync_files(out)
 
     return save
 
 
 def prepare_dcp(checkpoint: Path, out: Path) -> Timed:
-    """Torch's own, on FSDP2."""
+    """Save with torch's distributed checkpoint on FSDP2."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
-    model, optimizer, _ = trained(checkpoint, "fsdp2")
+    model, optimizer, _ = train_step(checkpoint, "fsdp2")
 
     def save() -> None:
         weights, states = get_state_dict(model, optimizer)
         dcp.save({"model": weights, "optim": states}, storage_writer=dcp.FileSystemWriter(out / "state"))
-        synced(out)
+        sync_files(out)
 
     return save
 
@@ -114,7 +113,7 @@ def prepare_resume(engine: str) -> Callable[[Path, Path], Timed]:
     def prepare(checkpoint: Path, out: Path) -> Timed:
         import zerostart
 
-        model, optimizer, _ = trained(checkpoint, engine)
+        model, optimizer, _ = train_step(checkpoint, engine)
 
         def load() -> None:
             zerostart.load_state(out / "state", model, optimizer)
@@ -125,7 +124,7 @@ def prepare_resume(engine: str) -> Callable[[Path, Path], Timed]:
 
 
 def prepare_plain_read(checkpoint: Path, out: Path) -> Timed:
-    """This rank's share of the bytes of a training checkpoint, read into memory that is there."""
+    """Read this rank's share of a training state's bytes into existing memory."""
     import torch
 
     start_gloo()
@@ -135,20 +134,20 @@ def prepare_plain_read(checkpoint: Path, out: Path) -> Timed:
     view = memoryview(target.numpy())
 
     def read() -> None:
-        place = 0
+        position = 0
         for path, size in shares:
             handle = os.open(path, os.O_RDONLY)
             for start in range(0, size, CHUNK):
                 count = min(CHUNK, size - start)
-                assert os.preadv(handle, [view[place : place + count]], rank * size + start) == count
-                place += count
+                assert os.preadv(handle, [view[position : position + count]], rank * size + start) == count
+                position += count
             os.close(handle)
 
     return read
 
 
 def prepare_plain_write(count: int) -> Callable[[Path, Path], Timed]:
-    """This rank's share of ``count`` bytes, from memory that is there into a file of its own, and a sync."""
+    """Write and sync this rank's share of ``count`` bytes in one file."""
 
     def prepare(checkpoint: Path, out: Path) -> Timed:
         start_gloo()
@@ -166,7 +165,7 @@ SAVES: dict[str, Callable[[Path, Path], Timed]] = {
     "save_checkpoint-deepspeed": prepare_save_checkpoint,
     "dcp-fsdp2": prepare_dcp,
 }
-#: The save whose files each of them reads.
+#: Arms that resume, with the arm whose files they read.
 LOADS: dict[str, tuple[str, Callable[[Path, Path], Timed]]] = {
     "load_state-deepspeed": ("save_state-deepspeed", prepare_resume("deepspeed")),
     "load_state-fsdp2": ("save_state-fsdp2", prepare_resume("fsdp2")),
@@ -174,8 +173,8 @@ LOADS: dict[str, tuple[str, Callable[[Path, Path], Timed]]] = {
 PLAIN = ("plain-read", "plain-write")
 
 
-def prepared(arm: str, checkpoint: Path, out: Path, count: int) -> Timed:
-    """What an arm has on the clock."""
+def prepare_arm(arm: str, checkpoint: Path, out: Path, count: int) -> Timed:
+    """Return an arm's timed function."""
     if arm in PLAIN:
         prepare = prepare_plain_read if arm == "plain-read" else prepare_plain_write(count)
     else:
@@ -188,15 +187,15 @@ def measure(arm: str, checkpoint: Path, out: Path, count: int) -> dict[str, Any]
     import torch.distributed as dist
 
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ["WORLD_SIZE"])))
-    timed = prepared(arm, checkpoint, out, count)
+    timed = prepare_arm(arm, checkpoint, out, count)
     back_free_memory(256 << 20)
     dist.barrier()
-    before, begun = memory(), time.monotonic()
-    told = timed() or {}
+    before, start = memory(), time.monotonic()
+    results = timed() or {}
     dist.barrier()
     ended = time.monotonic()
-    cell = {"rank": dist.get_rank(), "started": begun, "ended": ended, "seconds": ended - begun}
-    return {**cell, "before": before, "after": memory(), **told}
+    cell = {"rank": dist.get_rank(), "started": start, "ended": ended, "seconds": ended - start}
+    return {**cell, "before": before, "after": memory(), **results}
 
 
 def main() -> None:
@@ -204,12 +203,12 @@ def main() -> None:
     parser.add_argument("arm", choices=[*SAVES, *LOADS, *PLAIN])
     parser.add_argument("--checkpoint", type=Path, required=True)
     parser.add_argument("--save-to", type=Path, required=True)
-    parser.add_argument("--bytes", type=int, default=0, help="of plain-write, of all ranks")
+    parser.add_argument("--bytes", type=int, default=0, help="bytes that plain-write writes on all ranks")
     parser.add_argument("--result", type=Path, required=True)
     options = parser.parse_args()
-    found = measure(options.arm, options.checkpoint, options.save_to, options.bytes)
-    options.result.write_text(json.dumps(found))
-    os._exit(0)  # The engines' own teardown takes seconds and is not what is measured.
+    cell = measure(options.arm, options.checkpoint, options.save_to, options.bytes)
+    options.result.write_text(json.dumps(cell))
+    os._exit(0)  # skips the engines' teardown, which takes seconds
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Medians, ratios, the table, and the files that a benchmark leaves."""
+"""Summarise a benchmark, and write its result files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MIB = 1 << 20
 
 
 def summarise(cells: Cells) -> dict[str, dict[str, Any]]:
-    """By arm: median over the repeats of the slowest (or largest) rank, with the spread of the seconds."""
+    """Return for each arm the medians over repeats of the slowest or largest rank."""
     summary = {}
     for arm, repeats in cells.items():
         seconds = [max(rank["seconds"] for rank in ranks) for ranks in repeats]
@@ -65,7 +65,7 @@ def add_ratios(summary: dict[str, dict[str, Any]]) -> None:
 
 
 def markdown(summary: dict[str, dict[str, Any]]) -> str:
-    """The table, one line an arm."""
+    """Return the Markdown table with one line for each arm."""
     head = (
         "| arm | seconds (range) | x ceiling | plan / build / read s | read x ceiling | faster than peer "
         "| resident MiB | anonymous | mapped | above shard MiB | read by calls MiB | x shard |"
@@ -94,7 +94,7 @@ def ratio(row: dict[str, Any], name: str) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """Facts of the machine that bear on the figures; nothing that names it."""
+    """Describe the machine without identifying it."""
     memory = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     model = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     return {
@@ -114,7 +114,7 @@ def hugepages() -> str:
 
 
 def facts(script: str) -> dict[str, Any]:
-    """When, by which command and on what the figures came about."""
+    """Return date, command and machine of the figures."""
     return {
         "date": datetime.date.today().isoformat(),
         "command": shlex.join(["python", f"benchmarks/{script}", *public_arguments(sys.argv[1:])]),
@@ -122,9 +122,9 @@ def facts(script: str) -> dict[str, Any]:
     }
 
 
-def surroundings(told: dict[str, Any]) -> str:
-    """The machine of `facts`, in a sentence."""
-    about = told["machine"]
+def surroundings(facts: dict[str, Any]) -> str:
+    """Describe the machine of `facts` in a sentence."""
+    about = facts["machine"]
     packages = ", ".join(f"{name} {number}" for name, number in about["packages"].items())
     return (
         f"{about['cores']} cores ({about['processor']}), {about['memory_gib']} GiB, Linux {about['kernel']}, "
@@ -139,7 +139,7 @@ def write_results(
     checkpoint: Path,
     options: argparse.Namespace,
 ) -> None:
-    """Print the table, and write ``options.out`` (JSON, with every cell) and its neighbour in markdown."""
+    """Print the table, and write it as Markdown next to the JSON file ``options.out``."""
     size = sum(path.stat().st_size for path in checkpoint.glob("*.safetensors"))
     about: dict[str, Any] = facts("load.py") | {
         "checkpoint": checkpoint.name,
@@ -169,5 +169,5 @@ def write_results(
 
 
 def public_arguments(arguments: list[str]) -> list[str]:
-    """The arguments without the folders of this machine."""
+    """Return the arguments without this machine's folders."""
     return [Path(a).name if "/" in a else a for a in arguments]

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import zerostart
-from tests.accelerator.verbs import join, places, prepared, step
+from tests.accelerator.verbs import join, places, prepare_training, step
 
 
 def pretend_device() -> Any:
@@ -40,7 +40,7 @@ def save_with_another_current_device(path: Path, folder: Path) -> bool:
     """Save in the background with another current device; return True if correct."""
     device = join(None, True)
     model = zerostart.load(path, engine="fsdp2", progress=False)
-    _, optimizer = prepared(model, "fsdp2", None)
+    _, optimizer = prepare_training(model, "fsdp2", None)
     step(model, optimizer, device)
     before = zerostart.digest(model)
     torch.accelerator.synchronize(device)
@@ -63,7 +63,7 @@ def measure_page_locked(
     device = join("cpu:gloo,npu:hccl", True)
     model = zerostart.load(path, engine=engine, engine_config=config, progress=False)
     if background:
-        model, optimizer = prepared(model, engine, config)
+        model, optimizer = prepare_training(model, engine, config)
         step(model, optimizer, device)
         zerostart.save_state(folder, model, optimizer=optimizer, wait=False).wait()
         needed = sum(f.stat().st_size for f in folder.rglob("*.safetensors")) // dist.get_world_size()

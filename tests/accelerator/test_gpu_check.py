@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu_check import checks, far
+from benchmarks.gpu_check import checks, differing_losses
 from tests.npu_ranks import npu_environment
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu_check.py"
@@ -34,9 +34,9 @@ def run(folder: Path, *words: str) -> tuple[int, list[dict[str, Any]]]:
 
 def test_nan_and_infinity_are_differences() -> None:
     nan = float("nan")
-    assert far([1.0, 2.0], [1.0, 2.0 + 1e-5]) == []
+    assert differing_losses([1.0, 2.0], [1.0, 2.0 + 1e-5]) == []
     for actual, expected in ((nan, 1.0), (1.0, nan), (nan, nan), (float("inf"), 1.0), (1.1, 1.0)):
-        assert len(far([actual], [expected])) == 1
+        assert len(differing_losses([actual], [expected])) == 1
 
 
 @pytest.mark.slow

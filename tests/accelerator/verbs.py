@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import zerostart
-from benchmarks.gpu_check import prepared, step
+from benchmarks.gpu_check import prepare_training, step
 
 STEPS = 2
 
@@ -54,7 +54,7 @@ def all_verbs(
     with zerostart.gathered(loaded, "model.norm.weight") as whole:
         assert torch.equal(whole.cpu(), expected["model.norm.weight"] * 2)
 
-    model, optimizer = prepared(loaded, engine, config)
+    model, optimizer = prepare_training(loaded, engine, config)
     own_batch = dist.get_rank() if stage else 0  # gradients of whole models are not averaged here
     losses = [step(model, optimizer, device, own_batch) for _ in range(STEPS)]
     zerostart.save(model, folder / "saved")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import zerostart
-from benchmarks.gpu_check import BATCH, step, watched
+from benchmarks.gpu_check import BATCH, step, watch_expert_addresses
 from tests.ranks import run_ranks
 from zerostart.models.synth import synthesise
 
@@ -59,7 +59,7 @@ def addresses(path: Path, stage: int, align: bool) -> tuple[list[int], list[int]
         model.train()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-        remainders = watched(model)
+        remainders = watch_expert_addresses(model)
         for _ in range(2):
             step(engine, None, torch.device("cpu"))
         assert remainders
