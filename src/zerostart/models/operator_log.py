@@ -103,10 +103,7 @@ def _written_arguments(func: OpOverload) -> tuple[int, ...]:
 
 
 def _tensors(value: object) -> list[torch.Tensor]:
-    """Return the tensors in a value, a list or a tuple.
-
-    It runs for every logged operator, where torch's general tree walk would take most of the time.
-    """
+    """Return the tensors in a value, a list or a tuple."""
     if isinstance(value, torch.Tensor):
         return [value]
     return [t for item in value for t in _tensors(item)] if isinstance(value, (list, tuple)) else []
@@ -120,10 +117,16 @@ def _is_meta(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.device.type == "meta"
 
 
-def _snapshot(value: object) -> object:
-    if not isinstance(value, torch.Tensor):
-        return value
-    return value.detach() if _is_meta(value) else value.detach().clone()
+def _snapshot(value: Any) -> Any:
+    """Copy arguments or a result: real tensors with their values, meta tensors as views.
+
+    It runs for every logged operator, where torch's general tree walk would take most of the time.
+    """
+    if isinstance(value, torch.Tensor):
+        return value.detach() if _is_meta(value) else value.detach().clone()
+    if isinstance(value, dict):
+        return {name: _snapshot(item) for name, item in value.items()}
+    return type(value)(map(_snapshot, value)) if type(value) in (list, tuple) else value
 
 
 def storage_key(tensor: torch.Tensor) -> int:
@@ -195,14 +198,14 @@ class OperatorLog(TorchDispatchMode):
             changing = bool(_written_arguments(func)) and bool(_meta_tensors((args, *kwargs.values())))
             if changing:
                 # The call changes written arguments.
-                arguments = tree_map(_snapshot, arguments)  # before the call
+                arguments = _snapshot(arguments)  # before the call
         result = func(*args, **kwargs)
         with torch._C.DisableTorchFunction():
             op = Op(func, arguments[0], arguments[1], result)
             # Views need no step: `_Replay.real` makes them from the base.
             if op.writes and not op.is_view:
-                kept_args, kept_kwargs = arguments if changing else tree_map(_snapshot, arguments)
-                self.ops.append(Op(func, kept_args, kept_kwargs, tree_map(_snapshot, result)))
+                kept_args, kept_kwargs = arguments if changing else _snapshot(arguments)
+                self.ops.append(Op(func, kept_args, kept_kwargs, _snapshot(result)))
         return result
 
     def _asks_values(self, func: OpOverload, args: Arguments, kwargs: Keywords) -> bool:
