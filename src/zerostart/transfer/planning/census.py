@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.geometry import Copy
@@ -25,6 +23,9 @@ from zerostart.transfer.planning.plan import (
     cut_segments,
     find_starts,
 )
+
+#: Number of ranks that are counted at a time.
+RANKS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +73,11 @@ class _Kind:
     #: Starts of each parameter's sources, with all files in one row.
     sources: list[list[int]] = field(default_factory=list)
 
-    def place_rows(self, line: int) -> Numbers:
-        """Return rows ``place, bytes, direct, rows`` of all parameters."""
-        rank, source, offset, *rest = self.table
-        place = np.array(self.sources, np.int64)[:, source] + (rank * line + offset)
+    def place_rows(self, line: int, ranks: range) -> Numbers:
+        """Return rows ``place, bytes, direct, rows`` of all parameters on ``ranks``."""
+        begin, end = np.searchsorted(self.table[0], (ranks.start, ranks.stop))
+        rank, source, offset, *rest = self.table[:, begin:end]
+        place = np.array(self.sources, np.int64)[:, source] + ((rank - ranks.start) * line + offset)
         return np.stack([place.ravel(), *(np.tile(column, len(self.sources)) for column in rest)])
 
 
@@ -138,20 +140,6 @@ class _Census:
         return np.array(rows, np.int64).reshape(-1, 6).T
 
     def counts(self, threads: int) -> list[Count]:
-        world = len(self._number)
-        tables = [np.empty((4, 0), np.int64), *(kind.place_rows(self._line) for kind in self._kinds.values())]
-        table = np.concatenate(tables, axis=1)
-        # Each rank has its own ``line``, longer than all files, so no read crosses ranks. Sort as
-        # ``merge_reads`` does.
-        table = table[:, np.lexsort((table[2], table[1], table[0]))]
-        place, nbytes, direct, rows = table
-        firsts = find_starts(_iter_rows(place // self._line, place, nbytes, direct != 0, rows), self._options)
-        starts = np.fromiter(firsts, np.int64)
-        sizes = np.maximum.reduceat(place + nbytes, starts) - place[starts] if len(starts) else starts
-        # Rows of one rank are adjacent: its sums are differences of running totals.
-        bounds = np.searchsorted(place[starts], np.arange(world + 1) * self._line)
-        total = np.concatenate([[0], np.cumsum(sizes)])[bounds]
-        staged = np.bincount(place[direct == 0] // self._line, minlength=world) > 0
         return [
             Count(
                 of_rank + sum(one.nbytes for one in computed),
@@ -160,17 +148,41 @@ class _Census:
                 # In the worst case the largest computations run at once, one per thread.
                 sum(sorted((one.scratch for one in computed), reverse=True)[:threads]),
             )
-            for of_rank, number, through_buffer, computed in zip(
-                np.diff(total).tolist(),
-                np.diff(bounds).tolist(),
-                staged.tolist(),
-                self._computed,
-                strict=True,
+            for (of_rank, number, through_buffer), computed in zip(
+                self._iter_counts(), self._computed, strict=True
             )
         ]
 
+    def _iter_counts(self) -> Iterator[tuple[int, int, bool]]:
+        """Yield bytes, reads and use of staging buffers of each rank, without computations."""
+        world = len(self._number)
+        # Some ranks at a time, since a table of all would take most of the memory.
+        for ranks in (range(at, min(at + RANKS, world)) for at in range(0, world, RANKS)):
+            kinds = (kind.place_rows(self._line, ranks) for kind in self._kinds.values())
+            table = np.concatenate([np.empty((4, 0), np.int64), *kinds], axis=1)
+            # Each rank has its own ``line``, longer than all files, so no read crosses ranks. Sort as
+            # ``merge_reads`` does.
+            place, nbytes, direct, _ = table = table[:, np.lexsort((table[2], table[1], table[0]))]
+            starts = _find_starts(table, self._options)
+            sizes = np.maximum.reduceat(place + nbytes, starts) - place[starts] if len(starts) else starts
+            # Rows of one rank are adjacent: its sums are differences of running totals.
+            bounds = np.searchsorted(place[starts], np.arange(len(ranks) + 1) * self._line)
+            total = np.concatenate([[0], np.cumsum(sizes)])[bounds]
+            staged = np.bincount(place[direct == 0] // self._line, minlength=len(ranks)) > 0
+            yield from zip(np.diff(total).tolist(), np.diff(bounds).tolist(), staged.tolist(), strict=True)
 
-def _iter_rows(*columns: npt.NDArray[Any]) -> Iterator[tuple[Any, ...]]:
-    # Python's numbers make the loop fast, but take ten times the memory, so convert some at a time.
-    for start in range(0, len(columns[0]), 1 << 16):
-        yield from zip(*(column[start : start + (1 << 16)].tolist() for column in columns), strict=True)
+
+def _find_starts(table: Numbers, options: PlanOptions) -> Numbers:
+    """Return the rows with which reads start, as ``find_starts`` does."""
+    place, nbytes, direct, rows = table
+    gap = place[1:] - np.maximum.accumulate(place + nbytes)[:-1]
+    # Most rows surely start a read: the next one is too far away, or too long to be added.
+    widest = np.where(direct[1:] != 0, 0, max(options.gap_floor, int(options.gap_share * options.chunk_size)))
+    sure = (gap > widest) | (place[1:] + nbytes[1:] - place[:-1] > options.chunk_size)
+    sure |= (direct[1:] != direct[:-1]) | (rows[1:] != 1) | (rows[:-1] != 1)
+    group = np.cumsum(np.concatenate([np.zeros(min(1, len(place)), np.int64), sure]))
+    # Only among the others does it depend on the rows before.
+    open_rows = np.flatnonzero(np.bincount(group)[group] > 1) if len(group) else group
+    columns = (column[open_rows].tolist() for column in (group, place, nbytes, direct, rows))
+    found = np.fromiter(find_starts(zip(*columns, strict=True), options), np.int64)
+    return np.union1d(np.flatnonzero(np.diff(group, prepend=-1)), open_rows[found])
