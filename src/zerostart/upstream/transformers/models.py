@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _MODEL = "transformers.modeling_utils:PreTrainedModel"
 _CONVERSIONS = Use(
     "transformers.core_model_loading",
-    "rename_source_key, dot_natural_key, WeightConverter, WeightRenaming, "
+    "rename_source_key, dot_natural_key, WeightConverter, WeightRenaming, MergeModulelist, Concatenate, "
     "revert_weight_conversion(model, state_dict)",
     "the conversions registered for a model, which are traced",
 )
@@ -77,11 +77,24 @@ def registered_conversions(
     model: PreTrainedModel, quantizer: HfQuantizer | None = None
 ) -> list[WeightTransform]:
     """Return the ordered renamings and converters of ``model`` and its quantizer."""
-    need(_CONVERSIONS, _MAPPING)
+    need(_MAPPING)
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    mapping: list[WeightTransform] = get_model_conversion_mapping(model, None, quantizer)
+    # The first call makes the conversions of all models, and compiles the patterns of each. A copy of a lazy
+    # pattern is a compiled one.
+    with patch(loading_core(), "re", SimpleNamespace(**{**vars(re), "compile": _LazyPattern})):
+        mapping: list[WeightTransform] = get_model_conversion_mapping(model, None, quantizer)
     return mapping
+
+
+class _LazyPattern:
+    """Pattern that is compiled when it is first used."""
+
+    def __init__(self, pattern: str) -> None:
+        self._pattern = pattern
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(re.compile(self._pattern), name)
 
 
 def revert(model: PreTrainedModel, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
