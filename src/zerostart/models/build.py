@@ -27,7 +27,7 @@ from zerostart.models.origins import (
     resolve_origins,
 )
 from zerostart.models.registry import find_maker, library_in, library_of, recognise_tensors
-from zerostart.recipe import Coverage, Recipes, Target, make_symbols, match_names
+from zerostart.recipe import CheckpointSymbols, Coverage, Recipes, Target, match_names
 from zerostart.upstream.transformers.models import (
     check_built,
     is_imported,
@@ -328,7 +328,7 @@ def existing_recipes(built: Built, catalog: Catalog) -> Recipes:
         exceptions = () if buffer or not tensor.is_floating_point() else plan
         dtype = next((other for pattern, other in exceptions if pattern.search(name)), tensor.dtype)
         targets[name] = Target(name, tuple(tensor.shape), dtype, buffer)
-    return match_names(make_symbols(catalog), targets)
+    return match_names(CheckpointSymbols(catalog), targets)
 
 
 def existing_origins(built: Built, recipes: Recipes) -> Origins:

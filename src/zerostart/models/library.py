@@ -25,11 +25,11 @@ from zerostart.errors import BuildError, ConversionError
 from zerostart.models.aliases import find_owner, replace_tensor, state_names
 from zerostart.models.operator_log import OperatorLog
 from zerostart.recipe import (
+    CheckpointSymbols,
     Coverage,
     Recipes,
     Target,
     dequantise_symbols,
-    make_symbols,
     match_names,
     one_thread,
     run_converter,
@@ -211,7 +211,7 @@ class ModelLibrary(ABC):
         converter = choose_converter(built.model, converter, self.converter)
         if converter is None:
             return match_names(dequantise_symbols(catalog, targets), targets)
-        return match_names(run_converter(converter, make_symbols(catalog)), targets)
+        return match_names(run_converter(converter, CheckpointSymbols(catalog)), targets)
 
     def revert(self, model: nn.Module, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return a state dict in the checkpoint's layout; meta tensors included."""

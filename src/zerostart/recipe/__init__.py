@@ -5,7 +5,7 @@ from zerostart.recipe.dtypes import main_dtype, spelling, torch_dtype
 from zerostart.recipe.recipe import Coverage, Recipe, Recipes, Target
 from zerostart.recipe.recording import trace_call
 from zerostart.recipe.scales import dequantise_symbols
-from zerostart.recipe.stored import make_symbols
+from zerostart.recipe.stored import CheckpointSymbols
 from zerostart.recipe.symbolic import SymbolicTensor, snapshot
 from zerostart.recipe.trace import assemble_recipes, match_names, one_thread, run_converter, trace_loading
 from zerostart.recipe.values import Computed, Value, find_leaves
@@ -29,6 +29,6 @@ __all__ = [
     "run_converter",
     "snapshot",
     "spelling",
-    "make_symbols",
+    "CheckpointSymbols",
     "torch_dtype",
 ]

@@ -9,7 +9,7 @@ import torch
 
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.errors import ConversionError
-from zerostart.recipe.stored import make_symbols
+from zerostart.recipe.stored import CheckpointSymbols
 from zerostart.recipe.symbolic import SymbolicTensor
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -23,13 +23,13 @@ _OF_WEIGHT = re.compile(
 _OF_TENSOR = re.compile(r"(.+?)(_scale|_scale_inv|_zero_point|\.absmax|\.quant_map|\.quant_state\..+)")
 
 
-def dequantise_symbols(catalog: Catalog, targets: Collection[str]) -> dict[str, SymbolicTensor]:
+def dequantise_symbols(catalog: Catalog, targets: Collection[str]) -> CheckpointSymbols:
     """Return the checkpoint's tensors, multiplied by their scales.
 
     A name in ``targets`` belongs to the model itself. Raises ConversionError for other quantised tensors,
     whose stored numbers are not the weights.
     """
-    symbols = make_symbols(catalog)
+    symbols = CheckpointSymbols(catalog)
     owners = {name: owner for name in symbols if name not in targets and (owner := _owner_of(name, symbols))}
     quantised = {name: owner for name, owner in owners.items() if owner in symbols or owner in targets}
     scaled: dict[str, SymbolicTensor] = {}
@@ -48,12 +48,9 @@ def dequantise_symbols(catalog: Catalog, targets: Collection[str]) -> dict[str, 
                 "each row, are dequantised: convert the checkpoint to bfloat16, or pass a converter that "
                 "dequantises it"
             )
-    marker = {"scaled_fp8"} if scaled else set()
-    return {
-        name: scaled.get(name, symbol)
-        for name, symbol in symbols.items()
-        if name not in quantised and name.rpartition(".")[2] not in marker
-    }
+    markers = {name for name in symbols if scaled and name.rpartition(".")[2] == "scaled_fp8"}
+    symbols.change(scaled, {*quantised, *markers})
+    return symbols
 
 
 def _owner_of(name: str, symbols: Mapping[str, SymbolicTensor]) -> str | None:

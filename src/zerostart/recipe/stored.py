@@ -7,7 +7,7 @@ write into one is refused, since the others might not show it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Container, Hashable, Iterator, Mapping
 
 from zerostart import geometry
 from zerostart.checkpoint.catalog import DTYPE_BITS, Assembled, Catalog, TensorEntry
@@ -17,45 +17,65 @@ from zerostart.recipe.symbolic import SymbolicTensor
 from zerostart.recipe.values import Value
 
 
-def make_symbols(catalog: Catalog) -> dict[str, SymbolicTensor]:
-    """Return a symbolic tensor for each checkpoint tensor.
+class CheckpointSymbols(Mapping[str, SymbolicTensor]):
+    """The tensors of a checkpoint as symbolic tensors, which are made when they are first used.
 
     Raises CheckpointError for a dtype that torch does not have.
     """
-    symbols: dict[str, SymbolicTensor] = {}
-    storages: dict[tuple[int, int], list[TensorEntry]] = {}
-    for name, tensor in catalog.weights.items():
-        # Assembled from several files, so no other tensor is a view of its storage.
-        if isinstance(tensor, Assembled):
-            value = Value(tensor.pieces, tensor.shape, torch_dtype(tensor.dtype, tensor.name))
-            symbols[name] = SymbolicTensor(Memory.of_value(value))
-        elif tensor.same_as in catalog.weights:
-            continue  # a second name of another tensor
-        elif not tensor.numel:
-            symbols[name] = _separate_symbol(tensor)
-        else:
-            # Offset of the storage in the file, which identifies views of one storage.
-            begin = tensor.offset - tensor.storage_offset * DTYPE_BITS[tensor.dtype] // 8
-            storages.setdefault((tensor.file, begin), []).append(tensor)
-    for entries in storages.values():
-        for entry in entries:
-            others = (other.name for other in entries if other is not entry)
-            symbols[entry.name] = _separate_symbol(entry, overlaps=next(others, None))
-    for name, tensor in catalog.weights.items():
-        if isinstance(tensor, TensorEntry) and tensor.same_as in symbols:
-            # After the loop over storages, so that the first name is there.
-            symbols[name] = symbols[tensor.same_as]
-    return {name: symbols[name] for name in catalog.weights}
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._entries: dict[str, TensorEntry | Assembled] = dict(catalog.weights)
+        self._made: dict[str, SymbolicTensor] = {}
+        self._changed: set[str] = set()
+        storages: dict[tuple[int, int], list[str]] = {}
+        for name, entry in self._entries.items():
+            torch_dtype(entry.dtype, name)
+            # Assembled from several files, or a second name: no view of another tensor's storage.
+            if isinstance(entry, TensorEntry) and entry.same_as not in self._entries and entry.numel:
+                # Offset of the storage in the file, which identifies views of one storage.
+                begin = entry.offset - entry.storage_offset * DTYPE_BITS[entry.dtype] // 8
+                storages.setdefault((entry.file, begin), []).append(name)
+        self._views = {name: names for names in storages.values() if len(names) > 1 for name in names}
+
+    def __getitem__(self, name: str) -> SymbolicTensor:
+        if name not in self._made:
+            self._made[name] = self._make(name, self._entries[name])
+        return self._made[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
+    def _make(self, name: str, entry: TensorEntry | Assembled) -> SymbolicTensor:
+        dtype = torch_dtype(entry.dtype, name)
+        if isinstance(entry, Assembled):
+            return SymbolicTensor(Memory.of_value(Value(entry.pieces, entry.shape, dtype)))
+        if entry.same_as in self._entries:
+            return self[entry.same_as]
+        value = Value(geometry.whole(name, entry.shape, entry.strides), entry.shape, dtype)
+        memory = Memory.of_value(value, entry.strides, entry.storage_offset)
+        memory.overlaps = next((other for other in self._views.get(name, ()) if other != name), None)
+        return SymbolicTensor(memory)
+
+    def form(self, name: str) -> Hashable:
+        """Return a key that is equal for tensors that differ only in their names and places."""
+        entry = self._entries[name]
+        if isinstance(entry, Assembled) or entry.same_as or name in self._views or name in self._changed:
+            return name
+        return entry.dtype, entry.shape, entry.strides, entry.storage_offset
+
+    def change(self, changed: Mapping[str, SymbolicTensor], dropped: Container[str]) -> None:
+        """Replace the tensors ``changed``, and drop others."""
+        self._changed |= changed.keys()
+        self._made.update(changed)
+        self._entries = {name: entry for name, entry in self._entries.items() if name not in dropped}
 
 
 def copy_symbols(symbols: Mapping[str, SymbolicTensor]) -> dict[str, SymbolicTensor]:
     """Copy the tensors, with shared memory, for code that writes."""
     return copy.deepcopy(dict(symbols))
-
-
-def _separate_symbol(entry: TensorEntry, overlaps: str | None = None) -> SymbolicTensor:
-    pieces = geometry.whole(entry.name, entry.shape, entry.strides)
-    value = Value(pieces, entry.shape, torch_dtype(entry.dtype, entry.name))
-    memory = Memory.of_value(value, entry.strides, entry.storage_offset)
-    memory.overlaps = overlaps
-    return SymbolicTensor(memory)

@@ -22,7 +22,7 @@ from zerostart.distributed.world import default_device
 from zerostart.errors import ConfigError, ConversionError, VerifyError
 from zerostart.geometry import Box, Piece
 from zerostart.geometry.layout import Layout, LocalBox
-from zerostart.recipe import Computed, Recipe, make_symbols, torch_dtype
+from zerostart.recipe import CheckpointSymbols, Computed, Recipe, torch_dtype
 from zerostart.recipe.dtypes import can_hold
 from zerostart.refit.image import ByteSet, Image, Sums, find_differences
 from zerostart.refit.loaders import trace_loader
@@ -147,7 +147,7 @@ class FillPlan:
         self._receiver, self._engine, self._image = receiver, receiver.engine, image
         catalog = image.catalog()
         with self._engine.tracing() as (tensors, load):
-            recipes = trace_loader(load, make_symbols(catalog), tensors, self._engine.name)
+            recipes = trace_loader(load, CheckpointSymbols(catalog), tensors, self._engine.name)
             strides = {name: tensors[name].stride() for name in recipes.by_name}
             real = (tensors[name].device for name in recipes.by_name)
             #: Device of the tensors; the default device if they are on meta.

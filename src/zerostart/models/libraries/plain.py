@@ -9,7 +9,14 @@ from torch import nn
 
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.models.library import Built, ModelLibrary, choose_converter
-from zerostart.recipe import Recipes, Target, dequantise_symbols, make_symbols, run_converter, trace_loading
+from zerostart.recipe import (
+    CheckpointSymbols,
+    Recipes,
+    Target,
+    dequantise_symbols,
+    run_converter,
+    trace_loading,
+)
 from zerostart.upstream.deepspeed.zero3_start import keep_printable
 
 
@@ -32,7 +39,7 @@ class Plain(ModelLibrary):
         if chosen is None:
             symbols = dequantise_symbols(catalog, targets)
             return trace_loading(built.model, symbols, targets, catalog.versions, built.log)
-        converted = run_converter(chosen, make_symbols(catalog))
+        converted = run_converter(chosen, CheckpointSymbols(catalog))
         return trace_loading(built.model, converted, targets, None, built.log)
 
 

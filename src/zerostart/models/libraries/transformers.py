@@ -6,8 +6,9 @@ import copy
 import functools
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -22,13 +23,13 @@ from zerostart.errors import BuildError, CheckpointError, ConversionError
 from zerostart.models.aliases import state_names
 from zerostart.models.library import Attention, Built, Construction, ModelLibrary, OwnLoading, Stored
 from zerostart.recipe import (
+    CheckpointSymbols,
     Coverage,
     Recipes,
     SymbolicTensor,
     Target,
     assemble_recipes,
     dequantise_symbols,
-    make_symbols,
     snapshot,
     trace_call,
 )
@@ -48,6 +49,8 @@ if TYPE_CHECKING:
     from transformers.core_model_loading import WeightConverter, WeightTransform
 
 logger = logging.getLogger("zerostart")
+#: Checkpoint tensors of one run of a converter, with the pattern that each matches.
+_Members = list[tuple[str, str]]
 _CODE = (
     "the model's class is code that lies beside the checkpoint (auto_map), of which nothing was run. If you "
     "trust where it comes from, pass trust_remote_code=True (--trust-remote-code); or pass model= with the "
@@ -149,7 +152,7 @@ class Transformers(ModelLibrary):
             else list(converter)
         )
         plain = converter is None and built.quantizer is None
-        symbols = dequantise_symbols(catalog, targets) if plain else make_symbols(catalog)
+        symbols = dequantise_symbols(catalog, targets) if plain else CheckpointSymbols(catalog)
         return convert(built.model, mapping, symbols, targets)
 
     def revert(self, model: nn.Module, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -341,7 +344,7 @@ def _set_dtype(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedConfig
 def convert(
     model: torch.nn.Module,
     mapping: Sequence[WeightTransform],
-    symbols: Mapping[str, SymbolicTensor],
+    symbols: CheckpointSymbols,
     targets: Mapping[str, Target],
 ) -> Recipes:
     """Run the conversions ``mapping`` on ``symbols``.
@@ -352,8 +355,17 @@ def convert(
     groups, plain, unexpected = _assign(core, model, mapping, symbols, targets)
     tensors: dict[str, SymbolicTensor] = {name: symbols[key] for name, key in plain.items()}
     converted: set[str] = set()
-    for first, converter in groups.items():
-        for name, value in _run(converter, first, model).items():
+    # Equal layers are converted once: the sources and the result of the first of each form.
+    known: dict[Hashable, tuple[list[str], SymbolicTensor]] = {}
+    for first, (converter, members) in groups.items():
+        keys, form = [key for key, _ in members], _form(core, converter, members, symbols, targets[first])
+        if form in known:
+            results = {first: _rename_sources(known[form][1], dict(zip(known[form][0], keys, strict=True)))}
+        else:
+            results = _run(_fill(converter, first, members, symbols, targets[first]), first, model)
+            if [*results] == [first] and not results[first].value.computed:
+                known[form] = keys, results[first]
+        for name, value in results.items():
             if name in targets:
                 tensors[name] = value
                 converted.add(name)
@@ -363,23 +375,43 @@ def convert(
     return assemble_recipes(tensors, targets, unexpected, frozenset(converted), used)
 
 
+def _form(
+    core: ModuleType,
+    converter: WeightConverter,
+    members: _Members,
+    symbols: CheckpointSymbols,
+    target: Target,
+) -> Hashable:
+    """Return a key that is equal for runs of ``converter`` that differ only in names."""
+    # Other operations depend on the name of the layer.
+    if not all(type(one) in (core.MergeModulelist, core.Concatenate) for one in converter.operations):
+        return target.name
+    return id(converter), target.dtype, *((pattern, symbols.form(key)) for key, pattern in members)
+
+
+def _rename_sources(tensor: SymbolicTensor, names: Mapping[str, str]) -> SymbolicTensor:
+    pieces = [replace(p, source=tuple(names[str(s)] for s in p.source)) for p in tensor.pieces]
+    return SymbolicTensor.filled(pieces, tensor.shape, tensor.dtype)
+
+
 def _assign(
     core: ModuleType,
     model: PreTrainedModel,
     mapping: Sequence[object],
-    symbols: Mapping[str, SymbolicTensor],
+    symbols: CheckpointSymbols,
     targets: Mapping[str, Target],
-) -> tuple[JsonObject, dict[str, str], list[str]]:
+) -> tuple[dict[str, tuple[WeightConverter, _Members]], dict[str, str], list[str]]:
     renamings = [entry for entry in mapping if isinstance(entry, core.WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, core.WeightConverter)]
     by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
-    reading_stored = {pattern for pattern, c in by_pattern.items() if _reads_stored(c)}
     # The driver only asks whether a name is present.
     present = dict.fromkeys(targets, True)
-    groups: JsonObject = {}
+    groups: dict[str, tuple[WeightConverter, _Members]] = {}
     plain: dict[str, str] = {}
     unexpected: list[str] = []
-    for key in sorted(symbols, key=core.dot_natural_key):
+    # Names share most of their parts, whose keys are made once.
+    part_key = functools.cache(core.dot_natural_key)
+    for key in sorted(symbols, key=lambda key: [part_key(part) for part in key.split(".")]):
         name, pattern = core.rename_source_key(key, renamings, converters, model.base_model_prefix, present)
         if name not in targets and key in targets:
             name, pattern = core.rename_source_key(key, [], [], model.base_model_prefix, present)
@@ -394,24 +426,33 @@ def _assign(
             # As in the driver, the first key counts.
             plain.setdefault(name, key)
         else:
-            if name not in groups:
-                groups[name] = deepcopy(by_pattern[pattern])
-            symbol: torch.Tensor = symbols[key]
-            if symbol.dtype != targets[name].dtype and pattern not in reading_stored:
-                symbol = symbol.to(targets[name].dtype)
-            groups[name].add_tensor(name, key, pattern, symbol)
+            groups.setdefault(name, (by_pattern[pattern], []))[1].append((key, pattern))
     return groups, plain, list(dict.fromkeys(unexpected))
 
 
-def _reads_stored(converter: WeightConverter) -> bool:
-    """Return True for a converter that dequantises stored tensors.
+def _fill(
+    converter: WeightConverter,
+    first: str,
+    members: _Members,
+    symbols: CheckpointSymbols,
+    target: Target,
+) -> WeightConverter:
+    """Return a copy of ``converter`` with its tensors.
 
-    Others take tensors in the dtype of the model, and compute in it.
+    A converter that dequantises takes stored tensors. Others take tensors in the dtype of the model, and
+    compute in it.
     """
-    return any(getattr(operation, "hf_quantizer", None) for operation in converter.operations)
+    filled = deepcopy(converter)
+    reads_stored = any(getattr(operation, "hf_quantizer", None) for operation in converter.operations)
+    for key, pattern in members:
+        symbol: torch.Tensor = symbols[key]
+        if symbol.dtype != target.dtype and not reads_stored:
+            symbol = symbol.to(target.dtype)
+        filled.add_tensor(first, key, pattern, symbol)
+    return filled
 
 
-def _run(converter: WeightConverter, first: str, model: PreTrainedModel) -> Mapping[str, SymbolicTensor]:
+def _run(converter: WeightConverter, first: str, model: PreTrainedModel) -> dict[str, SymbolicTensor]:
     def convert() -> dict[str, SymbolicTensor]:
         tensors = converter.convert(first, model=model, config=model.config)
         return {k: snapshot(v[0] if isinstance(v, list) else v) for k, v in tensors.items()}
