@@ -52,7 +52,7 @@ def test_weights_take_precedence_over_shares_of_ranks(tmp_path: Path) -> None:
 
 def test_names_are_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Accept the same class again, and refuse another class with its name."""
-    monkeypatch.setattr(base, "_registered", dict(base._registered))
+    monkeypatch.setattr(base._registry, "registered", dict(base._registry.registered))
     assert register_format(toy_format.Columns) is toy_format.Columns
     for name in ("columns", "weights"):
         other = type("Other", (toy_format.Columns,), {"name": name})
@@ -62,15 +62,11 @@ def test_names_are_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_installed_formats_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Read entry points, and name one that cannot be imported."""
-    entries = [EntryPoint("columns", "tests.extending.toy_format:Columns", base.GROUP)]
-    monkeypatch.setattr(base, "_registered", dict[str, Format]())
-    monkeypatch.setattr(base, "entry_points", lambda **_: entries)
-    try:
-        base._installed.cache_clear()
-        assert formats()[0].name == "columns"
-        entries[:] = [EntryPoint("broken", "nowhere_at_all:Format", base.GROUP)]
-        base._installed.cache_clear()
-        with pytest.raises(errors.ConfigError, match=r"the format broken .* cannot be imported"):
-            formats()
-    finally:
-        base._installed.cache_clear()
+    monkeypatch.setattr(base._registry, "registered", dict[str, type[Format]]())
+    point = EntryPoint("columns", "tests.extending.toy_format:Columns", base.GROUP)
+    monkeypatch.setitem(vars(base._registry), "installed", {"columns": point})
+    assert formats()[0].name == "columns"
+    broken = EntryPoint("broken", "nowhere_at_all:Format", base.GROUP)
+    monkeypatch.setitem(vars(base._registry), "installed", {"broken": broken})
+    with pytest.raises(errors.ConfigError, match=r"a format 'broken' .* cannot be imported"):
+        formats()

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -140,10 +141,12 @@ def test_an_installed_package_owns_its_names(
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(f"[{group}]\nTaken = theirs.absent:Absent\ntaken = theirs:It\n")
     monkeypatch.syspath_prepend(tmp_path)
-    registries = [storages, engines, libraries]
-    for registry in registries:
-        registry._installed.cache_clear()
-        monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+    storages._installed.cache_clear()
+    monkeypatch.setattr(storages, "_registered", dict(storages._registered))
+    for registry in (engines._registry, libraries._registry):
+        monkeypatch.setattr(registry, "registered", dict(registry.registered))
+        points = {point.name: point for point in entry_points(group=registry.group)}
+        monkeypatch.setitem(vars(registry), "installed", points)
     try:
         kind = type("Mine", (base,), {"name": "taken", "schemes": ("TAKEN",)})
         with pytest.raises(errors.ConfigError, match="is already registered"):
@@ -151,5 +154,4 @@ def test_an_installed_package_owns_its_names(
         kind.__module__ = "theirs.parts"
         assert register(kind) is kind
     finally:
-        for registry in registries:
-            registry._installed.cache_clear()
+        storages._installed.cache_clear()

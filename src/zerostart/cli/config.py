@@ -37,10 +37,11 @@ def command(
     It has a comment at each key that users change. Name the model and the data in it. An existing file is
     not overwritten.
     """
-    from zerostart.engines import Mesh, check_choice, default_engine
+    from zerostart.engines import Mesh, check_choice, choose_engine
     from zerostart.training.config.templates import render_template
 
-    chosen = check_choice(engine or default_engine(), zero_stage).for_stage(zero_stage, None, Mesh(1), None)
+    kind = check_choice(engine or choose_engine().name, zero_stage)
+    chosen = kind.for_stage(zero_stage, None, Mesh(1), None)
     if out.exists() or out.is_symlink():
         raise ConfigError(f"{out} already exists; choose another name, or remove it")
     try:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
 import logging
 from collections.abc import Mapping
-from importlib.metadata import entry_points
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from zerostart.engines.engine import Engine
 from zerostart.errors import ConfigError
 from zerostart.geometry.layout import Mesh
+from zerostart.upstream.registry import Registry
 
 logger = logging.getLogger("zerostart")
 
@@ -23,7 +21,7 @@ _OWN: Mapping[str, tuple[str, str]] = {
     "deepspeed": ("zerostart.engines.deepspeed.family", "DeepSpeed"),
     "fsdp2": ("zerostart.engines.fsdp2.family", "FSDP2"),
 }
-_registered: dict[str, type[Engine]] = {}
+_registry = Registry[Engine]("an engine", GROUP, _OWN)
 
 
 def register_engine(kind: type[Engine]) -> type[Engine]:
@@ -31,17 +29,12 @@ def register_engine(kind: type[Engine]) -> type[Engine]:
 
     Raises ConfigError for a name that another engine has, zerostart's own, registered or installed.
     """
-    installed = _installed().get(kind.name)
-    is_foreign = installed and installed.module.partition(".")[0] != kind.__module__.partition(".")[0]
-    if is_foreign or kind.name in _OWN or _registered.get(kind.name, kind) is not kind:
-        raise ConfigError(f"an engine named {kind.name!r} is already registered; choose another name")
-    _registered[kind.name] = kind
-    return kind
+    return _registry.register(kind)
 
 
 def engine_names() -> list[str]:
     """The names that ``engine=`` takes."""
-    return list(dict.fromkeys((*_OWN, *_registered, *_installed())))
+    return list(dict.fromkeys((*_OWN, *_registry.names())))
 
 
 def family_of(name: str) -> type[Engine]:
@@ -49,22 +42,9 @@ def family_of(name: str) -> type[Engine]:
 
     Raises ConfigError for one that is not known, and for another package's that cannot be imported.
     """
-    if name in _OWN:
-        module, attribute = _OWN[name]
-        family: type[Engine] = getattr(importlib.import_module(module), attribute)
-    elif name in _registered:
-        family = _registered[name]
-    elif name in _installed():
-        try:
-            family = _installed()[name].load()
-        except Exception as error:
-            raise ConfigError(
-                f"engine={name!r} of another installed package cannot be imported: {type(error).__name__}: "
-                f"{error}; repair that package, or uninstall it"
-            ) from error
-    else:
+    if name not in engine_names():
         raise ConfigError(f"engine={name!r} is unknown; choose one of {', '.join(engine_names())}")
-    return family
+    return _registry.find(name)
 
 
 def engine_families() -> list[type[Engine]]:
@@ -94,11 +74,6 @@ def choose_engine(requested: str | None = None) -> EngineChoice:
     first = f"the first installed of {', '.join(available)}"
     reason = "the only engine installed" if len(available) == 1 else first
     return EngineChoice(available[0], reason)
-
-
-def default_engine() -> str:
-    """Return the engine of a job that names none. Raises ConfigError as ``choose_engine`` does."""
-    return choose_engine().name
 
 
 def _is_launched(name: str) -> bool:
@@ -139,8 +114,3 @@ def title_of(name: str, zero_stage: int) -> str:
     Raises ConfigError for a name or a stage that is not known.
     """
     return check_choice(name, zero_stage).title_of(zero_stage)
-
-
-@functools.cache
-def _installed() -> dict[str, Any]:
-    return {point.name: point for point in entry_points(group=GROUP)}

@@ -5,6 +5,7 @@ from zerostart.geometry.copies import (
     Copy,
     Loop,
     copies_between,
+    is_one_run,
     merge_runs,
     row_major_boxes,
 )
@@ -41,6 +42,7 @@ __all__ = [
     "permute",
     "regions",
     "reshape",
+    "is_one_run",
     "row_major_boxes",
     "row_major_strides",
     "shift",

@@ -76,10 +76,10 @@ class Copy:
         """Number of elements copied."""
         return prod(size for size, _, _ in self.loops)
 
-    @property
-    def contiguous(self) -> bool:
-        """True if source and destination are each one unbroken run, in the same order."""
-        return not self.loops or (len(self.loops) == 1 and self.loops[0][1:] == (1, 1))
+
+def is_one_run(loops: Sequence[Loop]) -> bool:
+    """Return True for one run without gaps on both sides."""
+    return not loops or (len(loops) == 1 and loops[0][1:] == (1, 1))
 
 
 def merge_runs(copies: Iterable[Copy]) -> list[Copy]:
@@ -96,8 +96,8 @@ def merge_runs(copies: Iterable[Copy]) -> list[Copy]:
         if (
             last is not None
             and last.source == copy.source
-            and last.contiguous
-            and copy.contiguous
+            and is_one_run(last.loops)
+            and is_one_run(copy.loops)
             and (last.start + last.numel, last.to + last.numel) == (copy.start, copy.to)
         ):
             out[-1] = Copy(last.source, last.start, last.to, ((last.numel + copy.numel, 1, 1),))

@@ -39,6 +39,7 @@ from zerostart.upstream.deepspeed.zero3_partitions import partition_of
 
 #: Mesh axes that all ranks must agree on.
 _AXES = ("expert_parallel", "tensor_parallel", "sequence_parallel")
+_LISTS = (list, tuple, set, frozenset)
 
 
 @contextlib.contextmanager
@@ -77,7 +78,8 @@ def prepare(
             check_configuration(catalog)
         parallelism = engine.parallelism(built.model)
     with clock.phase("plan"), world.phase("planning"):
-        recipes = _recipes(request, engine, catalog, built)
+        targets = _cast_targets(built.library.expectations(built), engine.cast_dtype)
+        recipes = built.recipes(catalog, targets, request.converter)
         reinitialised: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
         if request.reinitialise_mismatched:
             # Initialise them like missing tensors.
@@ -152,11 +154,8 @@ def _settings(config: Mapping[str, Any], under: str = "") -> Iterator[str]:
         elif isinstance(value, str | int | float | None):
             yield f"{name}={value!r}"
         else:
-            yield f"{name}: {type(value).__name__}{sorted(map(_word, value)) if _is_list(value) else ''}"
-
-
-def _is_list(value: object) -> bool:
-    return isinstance(value, list | tuple | set | frozenset)
+            words = sorted(map(_word, value)) if isinstance(value, _LISTS) else ""
+            yield f"{name}: {type(value).__name__}{words}"
 
 
 def _word(value: object) -> str:
@@ -183,11 +182,6 @@ def _build(request: Request, engine: Engine, catalog: Catalog) -> tuple[Built, A
 
 def _shapes(catalog: Catalog) -> dict[str, tuple[int, ...]]:
     return {name: entry.shape for name, entry in catalog.weights.items()}
-
-
-def _recipes(request: Request, engine: Engine, catalog: Catalog, built: Built) -> Recipes:
-    targets = _cast_targets(built.library.expectations(built), engine.cast_dtype)
-    return built.recipes(catalog, targets, request.converter)
 
 
 def _cast_targets(targets: dict[str, Target], dtype: torch.dtype | None) -> dict[str, Target]:

@@ -147,13 +147,9 @@ class _Load:
     def _offer_masters(
         self, request: Request, prepared: Prepared, destinations: Destinations, tuning: Tuning
     ) -> None:
-        rounded: list[str] = []
-        masters = None
-        if request.fp32_masters and prepared.from_checkpoint:
-            rounded, masters = find_masters(
-                prepared.catalog, prepared.origins.parameters, destinations.shards, tuning
-            )
-        prepared.engine.offer_masters(prepared.built.model, rounded, masters)
+        shards = destinations.shards if request.fp32_masters and prepared.from_checkpoint else []
+        found = find_masters(prepared.catalog, prepared.origins.parameters, shards, tuning)
+        prepared.engine.offer_masters(prepared.built.model, *found)
 
     def _report(self, prepared: Prepared, stats: TransferStats) -> Report:
         origins, coverage, built = prepared.origins, prepared.coverage, prepared.built

@@ -6,7 +6,6 @@ write into one is refused, since the others might not show it.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Container, Hashable, Iterator, Mapping
 
 from zerostart import geometry
@@ -74,8 +73,3 @@ class CheckpointSymbols(Mapping[str, SymbolicTensor]):
         self._changed |= changed.keys()
         self._made.update(changed)
         self._entries = {name: entry for name, entry in self._entries.items() if name not in dropped}
-
-
-def copy_symbols(symbols: Mapping[str, SymbolicTensor]) -> dict[str, SymbolicTensor]:
-    """Copy the tensors, with shared memory, for code that writes."""
-    return copy.deepcopy(dict(symbols))

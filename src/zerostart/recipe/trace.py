@@ -30,7 +30,6 @@ from zerostart.recipe.operators import cast
 from zerostart.recipe.recipe import Coverage, Recipe, Recipes, Target
 from zerostart.recipe.recording import trace_call
 from zerostart.recipe.refusals import refusal
-from zerostart.recipe.stored import copy_symbols
 from zerostart.recipe.symbolic import SymbolicTensor, snapshot
 from zerostart.upstream.types import Arguments, Keywords
 
@@ -46,7 +45,8 @@ def run_converter(
     that fails, is random, or depends on values of weights.
     """
     name = known_as or str(getattr(converter, "__name__", type(converter).__name__))
-    state_dict: dict[str, torch.Tensor] = dict(copy_symbols(symbols))
+    # The copies share memory as the tensors do. A converter may write.
+    state_dict: dict[str, torch.Tensor] = {**deepcopy(dict(symbols))}
 
     def run() -> dict[str, SymbolicTensor]:
         return _check_result(name, converter(state_dict))
@@ -189,7 +189,7 @@ def trace_loading(
     not registered.
     """
     before = {name: tensor.dtype for name, (tensor, _) in _named_tensors(model).items()}
-    state: Any = OrderedDict(copy_symbols(symbols))
+    state: Any = OrderedDict(deepcopy(dict(symbols)))
     if versions is not None:
         # Copy them, since torch changes entries.
         state._metadata = OrderedDict((name, dict(entry)) for name, entry in versions.items())

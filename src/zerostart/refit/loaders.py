@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +29,6 @@ from zerostart.recipe.recipe import Coverage, Recipe, Recipes, Target
 from zerostart.recipe.record import box_view
 from zerostart.recipe.recording import trace_call
 from zerostart.recipe.refusals import refusal
-from zerostart.recipe.stored import copy_symbols
 from zerostart.recipe.symbolic import SymbolicTensor, snapshot
 from zerostart.recipe.values import Computed, Value, list_names, make_constant
 from zerostart.recipe.views import StridedLayout
@@ -58,7 +58,7 @@ def trace_loader(
 
     def pairs() -> Iterator[tuple[str, torch.Tensor]]:
         nonlocal at
-        for name, symbol in copy_symbols(symbols).items():
+        for name, symbol in deepcopy(dict(symbols)).items():
             at = f" (after it was given {name})"
             yield name, symbol
         at = ""

@@ -15,11 +15,10 @@ from typing import Any
 
 import torch
 
-from zerostart.geometry import Loop
+from zerostart.geometry import Loop, is_one_run
 from zerostart.transfer.buffers import page_locked
 from zerostart.transfer.meter import has_streams
 from zerostart.transfer.planning import Part
-from zerostart.transfer.planning.plan import is_one_run
 
 #: Unused streams by device.
 _idle: dict[torch.device, list[torch.Stream]] = {}

@@ -10,10 +10,10 @@ from typing import Protocol
 import torch
 
 from zerostart.checkpoint.storage.direct import PAGE
+from zerostart.geometry import is_one_run
 from zerostart.recipe import one_thread
 from zerostart.transfer.buffers import page_locked, release_locked
 from zerostart.transfer.execute import Crew
-from zerostart.transfer.planning.plan import is_one_run
 from zerostart.transfer.planning.writes import Write, WritePlan
 from zerostart.transfer.staging import copy_strided, use_stream, view_bytes
 

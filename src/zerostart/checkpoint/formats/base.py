@@ -6,19 +6,16 @@ Other packages register a subclass of ``Format`` (``register_format``, or the en
 
 from __future__ import annotations
 
-import functools
-import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Collection
 from dataclasses import replace
-from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import ClassVar
 
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.checkpoint.storage.files import FileState
 from zerostart.checkpoint.write.staging import finish_switched
-from zerostart.errors import ConfigError
+from zerostart.upstream.registry import Registry
 
 #: Entry point group of other packages: name and subclass of ``Format``.
 GROUP = "zerostart.formats"
@@ -64,7 +61,7 @@ _OWN = {
     "zero": ("zerostart.checkpoint.formats.zero", "Zero"),
     "weights": ("zerostart.checkpoint.formats.weights", "Weights"),
 }
-_registered: dict[str, Format] = {}
+_registry = Registry[Format]("a format", GROUP, _OWN)
 
 
 def register_format(kind: type[Format]) -> type[Format]:
@@ -72,23 +69,15 @@ def register_format(kind: type[Format]) -> type[Format]:
 
     Raises ConfigError for a name that a registered, installed or own format has.
     """
-    registered = _registered.get(kind.name)
-    package = kind.__module__.partition(".")[0]
-    installed = entry_points(group=GROUP, name=kind.name)
-    is_taken = any(point.module.partition(".")[0] != package for point in installed)
-    if is_taken or kind.name in _OWN or (registered is not None and type(registered) is not kind):
-        raise ConfigError(f"a format named {kind.name!r} is already registered; choose another name")
-    if registered is None:
-        _registered[kind.name] = kind()
-    return kind
+    return _registry.register(kind)
 
 
-def formats() -> tuple[Format, ...]:
+def formats() -> list[Format]:
     """Return all formats in the order of trial.
 
     Raises ConfigError for a format of another package that cannot be imported.
     """
-    return (*_registered.values(), *_installed(), *_own())
+    return _registry.instances()
 
 
 def format_of(path: Path) -> Format:
@@ -121,25 +110,3 @@ def catalog_at(path: Path, classes: Collection[str] = ()) -> Catalog:
 def _configurations(path: Path) -> dict[str, FileState | None]:
     places = (path, path / MODEL_FOLDER) if path.is_dir() else (path.parent,)
     return {str(place): FileState.at(str(place / CONFIG_NAME)) for place in places}
-
-
-@functools.cache
-def _own() -> tuple[Format, ...]:
-    # Imported when the first checkpoint is opened, since the formats import this module.
-    return tuple(getattr(importlib.import_module(module), name)() for module, name in _OWN.values())
-
-
-@functools.cache
-def _installed() -> tuple[Format, ...]:
-    return tuple(map(_loaded, entry_points(group=GROUP)))
-
-
-def _loaded(point: EntryPoint) -> Format:
-    try:
-        format_: Format = point.load()()
-    except Exception as error:
-        raise ConfigError(
-            f"the format {point.name} ({point.value}) of another installed package cannot be imported: "
-            f"{type(error).__name__}: {error}; repair that package, or uninstall it"
-        ) from error
-    return format_

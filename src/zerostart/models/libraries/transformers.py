@@ -353,45 +353,28 @@ def convert(
     """
     core = loading_core()
     groups, plain, unexpected = _assign(core, model, mapping, symbols, targets)
-    tensors: dict[str, SymbolicTensor] = {name: symbols[key] for name, key in plain.items()}
-    converted: set[str] = set()
+    converted: dict[str, SymbolicTensor] = {}
     # Equal layers are converted once: the sources and the result of the first of each form.
     known: dict[Hashable, tuple[list[str], SymbolicTensor]] = {}
     for first, (converter, members) in groups.items():
-        keys, form = [key for key, _ in members], _form(core, converter, members, symbols, targets[first])
+        keys = [key for key, _ in members]
+        form: Hashable = first
+        # Other operations depend on the name of the layer.
+        if all(type(one) in (core.MergeModulelist, core.Concatenate) for one in converter.operations):
+            form = id(converter), targets[first].dtype, *((p, symbols.form(key)) for key, p in members)
         if form in known:
-            results = {first: _rename_sources(known[form][1], dict(zip(known[form][0], keys, strict=True)))}
+            names, (keys, result) = dict(zip(known[form][0], keys, strict=True)), known[form]
+            pieces = [replace(p, source=tuple(names[str(s)] for s in p.source)) for p in result.pieces]
+            results = {first: SymbolicTensor.filled(pieces, result.shape, result.dtype)}
         else:
-            results = _run(_fill(converter, first, members, symbols, targets[first]), first, model)
+            results = _run(converter, members, symbols, targets[first], model)
             if [*results] == [first] and not results[first].value.computed:
                 known[form] = keys, results[first]
-        for name, value in results.items():
-            if name in targets:
-                tensors[name] = value
-                converted.add(name)
-            else:
-                unexpected.append(name)
+        converted |= results
+    unexpected += [name for name in converted if name not in targets]
+    tensors = {name: symbols[key] for name, key in plain.items()} | converted
     used = tuple(transform for transform in mapping if transform.was_used())
     return assemble_recipes(tensors, targets, unexpected, frozenset(converted), used)
-
-
-def _form(
-    core: ModuleType,
-    converter: WeightConverter,
-    members: _Members,
-    symbols: CheckpointSymbols,
-    target: Target,
-) -> Hashable:
-    """Return a key that is equal for runs of ``converter`` that differ only in names."""
-    # Other operations depend on the name of the layer.
-    if not all(type(one) in (core.MergeModulelist, core.Concatenate) for one in converter.operations):
-        return target.name
-    return id(converter), target.dtype, *((pattern, symbols.form(key)) for key, pattern in members)
-
-
-def _rename_sources(tensor: SymbolicTensor, names: Mapping[str, str]) -> SymbolicTensor:
-    pieces = [replace(p, source=tuple(names[str(s)] for s in p.source)) for p in tensor.pieces]
-    return SymbolicTensor.filled(pieces, tensor.shape, tensor.dtype)
 
 
 def _assign(
@@ -430,29 +413,23 @@ def _assign(
     return groups, plain, list(dict.fromkeys(unexpected))
 
 
-def _fill(
+def _run(
     converter: WeightConverter,
-    first: str,
     members: _Members,
     symbols: CheckpointSymbols,
     target: Target,
-) -> WeightConverter:
-    """Return a copy of ``converter`` with its tensors.
-
-    A converter that dequantises takes stored tensors. Others take tensors in the dtype of the model, and
-    compute in it.
-    """
-    filled = deepcopy(converter)
+    model: PreTrainedModel,
+) -> dict[str, SymbolicTensor]:
+    converter, first = deepcopy(converter), target.name
+    # A converter that dequantises takes stored tensors. Others take tensors in the dtype of the model, and
+    # compute in it.
     reads_stored = any(getattr(operation, "hf_quantizer", None) for operation in converter.operations)
     for key, pattern in members:
         symbol: torch.Tensor = symbols[key]
         if symbol.dtype != target.dtype and not reads_stored:
             symbol = symbol.to(target.dtype)
-        filled.add_tensor(first, key, pattern, symbol)
-    return filled
+        converter.add_tensor(first, key, pattern, symbol)
 
-
-def _run(converter: WeightConverter, first: str, model: PreTrainedModel) -> dict[str, SymbolicTensor]:
     def convert() -> dict[str, SymbolicTensor]:
         tensors = converter.convert(first, model=model, config=model.config)
         return {k: snapshot(v[0] if isinstance(v, list) else v) for k, v in tensors.items()}

@@ -76,9 +76,9 @@ class EngineConfig(Section):
 
     def chosen(self) -> Engine:
         """Return the engine at its stage, not configured yet; raises ConfigError."""
-        from zerostart.engines import Mesh, check_choice, default_engine
+        from zerostart.engines import Mesh, check_choice, choose_engine
 
-        family = check_choice(self.name or default_engine(), self.zero_stage)
+        family = check_choice(self.name or choose_engine().name, self.zero_stage)
         return family.for_stage(self.zero_stage, None, Mesh(1), None)
 
 

@@ -12,7 +12,7 @@ import torch
 
 from zerostart.checkpoint.catalog import TensorEntry
 from zerostart.checkpoint.storage import Storage
-from zerostart.geometry import Box, Copy, Loop
+from zerostart.geometry import Box, Copy, Loop, is_one_run
 from zerostart.recipe import Computed, torch_dtype
 
 #: Register of an operand, its shape, and its strides in elements (None for row-major).
@@ -225,11 +225,6 @@ def _cut_rows(
         # Rows are ``span`` elements apart in the staging buffer, and ``source`` in the file.
         loops = ((count, span, destination), *inner) if count > 1 else inner
         yield start + begin * source, to + begin * destination, loops, count
-
-
-def is_one_run(loops: Sequence[Loop]) -> bool:
-    """Return True for one run without gaps on both sides."""
-    return not loops or (len(loops) == 1 and loops[0][1:] == (1, 1))
 
 
 def _split_dense(

@@ -17,11 +17,11 @@ import torch
 
 from zerostart.checkpoint.storage.direct import PAGE
 from zerostart.checkpoint.write.shards import SaveLayout
-from zerostart.geometry import Copy, Loop
+from zerostart.geometry import Copy, Loop, is_one_run
 from zerostart.geometry.layout import Layout
 from zerostart.recipe import Recipe, torch_dtype
 from zerostart.transfer.planning.join import pull_back
-from zerostart.transfer.planning.plan import Part, is_one_run
+from zerostart.transfer.planning.plan import Part
 
 #: Minimum size of a part of a replicated share, in bytes.
 GRAIN = 1 << 20
