@@ -88,11 +88,9 @@ def measure_page_locked_by_torch(path: Path, folder: Path, config: Any) -> dict[
     device = join("cpu:gloo,npu:hccl", True)
     del torch.npu.npurt  # type: ignore[attr-defined]
     options: Any = {"engine": "fsdp2", "engine_config": config}
-    plan = zerostart.plan(path, world_size=dist.get_world_size(), host_memory=1 << 40, **options)
     model: Any = zerostart.load(path, progress=False, **options)
     needed = sum({share.data_ptr(): share.nbytes for share in shares(model)}.values())
     sizes = {"needed": needed, "taken": pretend_device().pinned_bytes(), "locked": locked_bytes()}
-    sizes["forecast"] = plan.ranks[dist.get_rank()].memory["load"].host["parameters"]
     sizes["report"], sizes["peak"] = zerostart.report(model).peak_host_bytes, pretend_device().pinned_peak()
     step(model, torch.optim.AdamW(model.parameters(), lr=1e-3), device)
     del model

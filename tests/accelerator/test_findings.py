@@ -62,7 +62,7 @@ def test_torchs_rounding_of_page_locked_memory_is_counted_and_freed(
     config = {"offload_policy": CPUOffloadPolicy(pin_memory=True)}
     arguments = (checkpoints("qwen3"), tmp_path, config)
     for sizes in run_npu_ranks(findings.measure_page_locked_by_torch, 2, *arguments):
-        assert sizes["needed"] < sizes["taken"] == sizes["locked"] == sizes["forecast"]
+        assert sizes["needed"] < sizes["taken"] == sizes["locked"]
         assert sizes["report"] >= sizes["peak"]
         assert sizes["after"] == 0
 

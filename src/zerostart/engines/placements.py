@@ -37,5 +37,3 @@ class Placements:
     gathered: int = 0
     #: Residence of whole parameters if all machines were like this one.
     residence: Residence | None = None
-    #: True if shards in host memory are page-locked.
-    pinned: bool = False

@@ -1,8 +1,8 @@
 """Page-locked host memory of the exact size, and arenas for many shards.
 
-torch's allocator rounds page-locked memory up to powers of two and keeps freed memory. So pages are
+torch's allocator rounds page-locked memory up to powers of two and keeps freed memory. So huge pages are
 registered with the accelerator where its runtime allows it (``cudaHostRegister``). Elsewhere torch allocates,
-and forecasts and limits count the rounding.
+and only the measured peaks count the rounding.
 """
 
 from __future__ import annotations
@@ -22,24 +22,15 @@ Register = Callable[[int, int], object]
 Unregister = Callable[[int], object]
 
 
-#: Page-locked bytes in use, by address. No lock, since memory may be freed at any moment in any thread.
+#: Bytes that torch has page-locked, by address. No lock: memory may be freed at any moment in any thread.
 _bytes_in_use: dict[int, int] = {}
 #: Freed bytes that torch's allocator keeps.
 _idle_bytes: list[int] = []
 
 
 def locked_bytes() -> int:
-    """Return page-locked bytes, with torch's rounding and freed memory."""
+    """Return bytes that torch has page-locked, with its rounding and freed memory; they are not anonymous."""
     return sum(list(_bytes_in_use.values())) + sum(_idle_bytes)
-
-
-def rounds_up() -> bool:
-    """Return True if torch allocates page-locked memory."""
-    if not torch.accelerator.is_available():
-        return False
-    kind = torch.accelerator.current_accelerator()
-    assert kind is not None, "an available accelerator has a type"
-    return not any(hasattr(torch.get_device_module(kind), name) for name in _RUNTIMES)
 
 
 def rounded_up(nbytes: int) -> int:
@@ -55,10 +46,11 @@ def page_locked(nbytes: int, device: torch.device | None = None) -> torch.Tensor
     runtime = _find_runtime() if nbytes else None
     if runtime is not None:
         index = device.index if device is not None else None
-        pages = _Pages(-1, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
+        whole = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        pages = _Pages(-1, whole + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         # The tensor keeps the pages alive; `__del__` unregisters them.
         if pages.lock(*runtime, torch.accelerator.current_device_index() if index is None else index):
-            return torch.frombuffer(pages, dtype=torch.uint8)[:nbytes]
+            return torch.frombuffer(pages, dtype=torch.uint8, count=nbytes, offset=pages.start)
     return _allocate_by_torch(nbytes)
 
 
@@ -82,33 +74,43 @@ def release_locked() -> None:
     """Let torch's allocator free page-locked memory that it keeps."""
     if _idle_bytes:
         _idle_bytes.clear()
-        empty = getattr(torch.accelerator, "empty_host_cache", None)  # not in every release
-        with contextlib.suppress(RuntimeError, NotImplementedError):  # another kind of allocator
-            if empty is not None:
-                empty()
+        # Another kind of allocator, or an older torch.
+        with contextlib.suppress(RuntimeError, NotImplementedError, AttributeError):
+            torch.accelerator.empty_host_cache()
+
+
+#: Bytes of a huge page on x86 and most ARM machines.
+HUGE_PAGE = 2 << 20
+#: MADV_WIPEONFORK of Linux: forked processes have zeros there, and this process keeps its pages.
+_WIPE_ON_FORK = 18
 
 
 class _Pages(mmap.mmap):
-    """Registered pages, shared so that forks do not copy them."""
+    """Private pages to register, with room to start on a huge page."""
 
     _unregister: Unregister | None = None
 
     def lock(self, register: Register, unregister: Unregister, device: int) -> bool:
-        """Register the pages for ``device``; False if the runtime refuses."""
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self))
+        """Register the pages from ``start`` on for ``device``; False if the runtime refuses."""
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self))
+        self.start, nbytes = -address % HUGE_PAGE, len(self) - HUGE_PAGE
+        self._address = address + self.start
+        with contextlib.suppress(OSError):  # another kind of kernel
+            # Otherwise a fork copies registered pages.
+            self.madvise(_WIPE_ON_FORK)
+            # Only whole ones, so that the end takes no more memory than its bytes.
+            self.madvise(mmap.MADV_HUGEPAGE, self.start, nbytes // HUGE_PAGE * HUGE_PAGE)
         with torch.accelerator.device_index(device):
-            if int(register(self._address, len(self))):  # type: ignore[call-overload]  # an enumeration or a number
+            if int(register(self._address, nbytes)):  # type: ignore[call-overload]  # an enumeration or a number
                 _forget_error(device)
                 return False
         self._device, self._process, self._unregister = device, os.getpid(), unregister
-        _bytes_in_use[self._address] = len(self)
         return True
 
     def __del__(self, ends: Callable[[], bool] = sys.is_finalizing) -> None:
         # There is no work at the end of Python, or in a forked process, which registered no pages.
         if self._unregister is None or ends() or os.getpid() != self._process:
             return
-        _bytes_in_use.pop(self._address, None)
         # Use the pages' own device: starting another one would take some hundred MiB there.
         with torch.accelerator.device_index(self._device):
             try:

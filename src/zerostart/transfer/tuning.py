@@ -15,7 +15,6 @@ from rich.filesize import decimal
 from zerostart.checkpoint.storage import Reader, RequestCost, Storage
 from zerostart.checkpoint.storage.direct import BOUNCE_BYTES
 from zerostart.distributed.machine import available_memory, cores, local_ranks
-from zerostart.transfer.buffers import rounds_up
 from zerostart.transfer.planning import Plan, PlanOptions
 
 MiB = 1 << 20
@@ -134,8 +133,6 @@ class Tuning:
         if self.cost is None or not reads or plan.computations:
             return self
         staged = max((read.nbytes for read in reads if not read.direct), default=0)
-        if staged and rounds_up():
-            staged = 1 << (staged - 1).bit_length()
         room = self.limit // max(1, self.depth * staged + self.buffer)
         mean = sum(read.nbytes for read in reads) / len(reads)
         stream = mean / (self.cost.latency + mean / self.cost.rate)
@@ -203,10 +200,7 @@ def tune(
         buffer=residency.buffer,
         cost=storage.cost,
     )
-    tuning = _fit(tuning, computes, memory_limit, chunk_size, DEVICE_RING if staged_on_device else RING)
-    if staged_on_device and rounds_up():  # rounding then adds nothing to a chunk
-        tuning = replace(tuning, chunk_size=1 << (tuning.chunk_size.bit_length() - 1))
-    return tuning
+    return _fit(tuning, computes, memory_limit, chunk_size, DEVICE_RING if staged_on_device else RING)
 
 
 def _fit(tuning: Tuning, computes: bool, limit: int | None, chunk_size: int | None, ring: int) -> Tuning:

@@ -333,7 +333,6 @@ class ZeroThree(DeepSpeed):
             alike=lambda name: (parallelism.is_expert(name), parallelism.cut(name)),
             twin=lambda rank: rank,
             homes=lying,
-            pinned=self.settings.pinned,
         )
 
     def shard_maker(

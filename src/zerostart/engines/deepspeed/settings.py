@@ -118,7 +118,6 @@ class DeepSpeedSettings:
     dtype: torch.dtype | None = None
     #: Home of partitions: ``none``, ``cpu`` or ``nvme``.
     offload: str = "none"
-    pinned: bool = False
     states_pinned: bool = False
     #: Ranks of a hierarchical partition group (ZeRO++); 1 for none.
     secondary: int = 1
@@ -407,7 +406,6 @@ def _homes(zero: DeepSpeedConfig) -> dict[str, Any]:
     one_dtype = {"offload_param to nvme": offload == "nvme", _ALL_REDUCE: zero.get(_ALL_REDUCE) is True}
     return {
         "offload": offload,
-        "pinned": parameters.get("pin_memory") is True,
         "states_pinned": states.get("pin_memory") is True,
         "optimizer_home": device_of(states, "offload_optimizer", zero.get("cpu_offload")),
         "swap_buffers": number(states, "buffer_count", SWAP_BUFFERS),

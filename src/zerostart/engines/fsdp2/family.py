@@ -144,7 +144,6 @@ class FSDP2(Engine):
             alike=lambda name: (parallelism.is_expert(name), parallelism.cut(name), dims.get(name)),
             twin=shares.twin,
             homes=homes,
-            pinned=self.settings.pinned,
         )
 
     def shard_maker(

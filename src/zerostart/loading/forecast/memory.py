@@ -20,13 +20,11 @@ from zerostart.engines.forecast import (
     ParameterBytes,
     Sizes,
     Target,
-    pinned_by_torch,
 )
 from zerostart.engines.placements import DEVICE, HOST
 from zerostart.errors import ConfigError
 from zerostart.geometry.layout import Parallelism
 from zerostart.loading.forecast.result import PHASES, Memory
-from zerostart.transfer.buffers import rounds_up
 
 
 def moments_of(
@@ -139,8 +137,6 @@ def parameter_bytes(
             elements[parameter.dtype] = elements.get(parameter.dtype, 0) + whole[name]
             sharers = parallelism.owners(name, 0)[1]
             shared[sharers] = shared.get(sharers, 0) + whole[name] * parameter.dtype.itemsize
-    if placed.pinned and rounds_up():  # one allocation, see ``Arena``
-        homes[HOST] = pinned_by_torch(homes[HOST])
     # A gather needs the largest parameter, and the largest module with its own parameters.
     sizes = {name: whole[name] * p.dtype.itemsize for name, p in model.named_parameters()}
     modules: dict[str, int] = {}

@@ -33,7 +33,6 @@ from zerostart.geometry.layout import Layout
 from zerostart.recipe import Recipe, Target
 from zerostart.recipe.dtypes import torch_dtype
 from zerostart.state.saving.to_store import StoreOutput, StorePlace
-from zerostart.transfer.buffers import rounds_up
 from zerostart.transfer.planning.writes import Origin, WritePlan, plan_writes, split_shares
 from zerostart.transfer.tuning import MIN_CHUNK
 from zerostart.transfer.writing import SLACK, Change, OnWrite, Source, write_out
@@ -195,8 +194,6 @@ class FileOutput:
         limit = THREADS * (CHUNK + overhead) if memory_limit is None else memory_limit
         threads = min(THREADS, max(2, int(cores()) // local_ranks()), max(1, limit // (MIN_CHUNK + overhead)))
         chunk = min(CHUNK, max(MIN_CHUNK, limit // threads - overhead))
-        if rounds_up():  # the allocator rounds a buffer (a chunk and SLACK) up to a power of two
-            chunk = max(MIN_CHUNK, (1 << ((chunk + SLACK).bit_length() - 1)) - SLACK)
         return chunk - chunk % 4096, threads
 
     def begin(self) -> None:
