@@ -16,7 +16,7 @@ from tests.tiny import TinyCheckpoints, minilm_path
 from zerostart import errors
 
 ENGINES = ("deepspeed", "fsdp2")
-PHASES = ("plan", "build", "read")
+PHASES = ("plan", "compile", "build", "read")
 MIB = 1 << 20
 
 
@@ -31,6 +31,7 @@ def test_report(engine: str, checkpoints: TinyCheckpoints) -> None:
         assert report["phases"].keys() == {*PHASES, "total"}
         assert all(seconds >= 0 for seconds in report["phases"].values())
         assert sum(report["phases"][phase] for phase in PHASES) <= report["phases"]["total"] * 1.001
+        assert report["start_seconds"] > 0
         assert report["read_bytes"] > 0
         assert report["peak_device_bytes"] == 0
         assert isinstance(report["peak_host_bytes"], int)
@@ -95,7 +96,7 @@ def report_of_load(
     model = zerostart.load(path, engine=engine, progress=False, **(options or {}))
     report = zerostart.report(model)
     names = ("missing", "unexpected", "mismatched", "initialised", "converted", "phases")
-    names += ("read_bytes", "peak_host_bytes", "peak_device_bytes")
+    names += ("start_seconds", "read_bytes", "peak_host_bytes", "peak_device_bytes")
     assert dataclasses.is_dataclass(report)
     return str(report), {name: getattr(report, name) for name in names}
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import platform
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +20,13 @@ def local_ranks() -> int:
     """Return the number of ranks on this machine, by ``LOCAL_WORLD_SIZE``; 1 without it."""
     size = os.environ.get("LOCAL_WORLD_SIZE", "")
     return max(1, int(size)) if size.isdecimal() else 1
+
+
+def seconds_since_start() -> float:
+    """Return the age of this process; 0 if the system does not tell."""
+    fields = _text(ROOT / "proc/self/stat").rpartition(")")[2].split()
+    ticks = int(fields[19]) if fields else 0
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK") if ticks else 0.0
 
 
 def machine_name() -> str:
@@ -74,3 +84,15 @@ def _text(path: Path) -> str:
         return path.read_text().strip()
     except OSError:
         return ""
+
+
+@contextlib.contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Suspend garbage collection: plans and imports make many objects and no cycles."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()

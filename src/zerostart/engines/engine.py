@@ -159,6 +159,9 @@ class Engine(abc.ABC):
     def require(self) -> None:
         """Import the engine's library. Raises EngineError or UnsupportedVersionError if that fails."""
 
+    def compile_operations(self) -> None:
+        """Compile and load the engine's own operators, before the first collective of its library."""
+
     @property
     def parameter_dtype(self) -> torch.dtype | None:
         """Dtype in which the configuration holds parameters, None without one."""

@@ -18,7 +18,7 @@ class Clock:
 
     def __init__(self, *phases: str) -> None:
         self._start = time.perf_counter()
-        self.seconds = dict.fromkeys(phases or ("plan", "build", "read"), 0.0)
+        self.seconds = dict.fromkeys(phases or ("plan", "compile", "build", "read"), 0.0)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -59,8 +59,10 @@ class Report:
     computed_whole: tuple[str, ...] = ()
     #: Quantisation method of a dequantised checkpoint.
     dequantised: str = ""
-    #: Seconds: ``plan, build, read, total``.
+    #: Seconds: ``plan, compile, build, read, total``. ``compile``: DeepSpeed's operators.
     phases: dict[str, float] = field(default_factory=dict)
+    #: Seconds from the start of the process to the load: imports and process groups; 0 if unknown.
+    start_seconds: float = 0.0
     #: Bytes that this rank read, also for other ranks.
     read_bytes: int = 0
     planned_bytes: int = 0
@@ -84,7 +86,7 @@ class Report:
         why = f" ({self.engine_reason})" if self.engine_reason else ""
         lines = [
             f"Loaded on {self.engine}{why}, rank {self.rank} of {self.world_size}, "
-            f"in {self.phases['total']:.2f} s",
+            f"in {self.phases['total']:.2f} s, after {self.start_seconds:.1f} s of imports and other work",
             "  phases: " + ", ".join(f"{k} {v:.2f} s" for k, v in self.phases.items() if k != "total"),
             f"  read {decimal(self.read_bytes)}"
             + (f" and got {decimal(self.exchanged_bytes)} from other ranks" if self.exchanged_bytes else "")
@@ -95,20 +97,11 @@ class Report:
         lines += [f"  whole parameters {self.tier}"] if self.tier is not None else []
         if self.dequantised:
             lines += [f"  dequantised from {self.dequantised} while the weights were read, to be trained"]
-        for kind in (
-            "missing",
-            "unexpected",
-            "mismatched",
-            "initialised",
-            "converted",
-            "computed",
-            "ignored",
-        ):
+        kinds = ("missing", "unexpected", "mismatched", "initialised", "converted", "computed", "ignored")
+        for kind in kinds:
             lines += _named(kind, getattr(self, kind))
-        if self.initialised_whole:
-            lines += _named("initialised at full size", self.initialised_whole)
-        if self.computed_whole:
-            lines += _named("computed from whole tensors, in memory that no limit holds", self.computed_whole)
+        lines += _named("initialised at full size", self.initialised_whole)
+        lines += _named("computed from whole tensors, in memory that no limit holds", self.computed_whole)
         return "\n".join(lines)
 
     def _on_the_device(self) -> str:

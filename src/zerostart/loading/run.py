@@ -9,6 +9,7 @@ from dataclasses import replace
 from torch import nn
 
 from zerostart.checkpoint.source import Files, check_unchanged
+from zerostart.distributed.machine import seconds_since_start
 from zerostart.distributed.world import World, joined_world
 from zerostart.engines import Placements, Residence, ShardMaker
 from zerostart.live.model import LoadRecord, remember_load
@@ -45,16 +46,20 @@ class _Load:
 
     def __init__(self, world: World) -> None:
         self.world = world
+        self.started = seconds_since_start()
         self.clock = Clock()
 
     def load(self, request: Request) -> nn.Module:
         world, clock = self.world, self.clock
         with PeakMeter(request.device) as self.meter:
-            with clock.phase("build"), world.phase("arguments"):
-                request = request.with_engine()
-                engine = request.resolve(world.size)
-                with self.meter.paused():
-                    engine.require()
+            with world.phase("arguments"):
+                with clock.phase("build"):
+                    request = request.with_engine()
+                    engine = request.resolve(world.size)
+                    with self.meter.paused():
+                        engine.require()
+                with clock.phase("compile"), self.meter.paused():
+                    engine.compile_operations()
             # 1. Prepare catalog, model on meta, recipes and origins: equal on all ranks, no shards yet.
             prepared = prepare(request, engine, world, clock, request.strict, self.meter.paused, fetch=True)
             try:
@@ -109,9 +114,7 @@ class _Load:
         names = list(prepared.origins.parameters)
         with self.clock.phase("build"), self.world.phase("sharding the model"):
             placements = engine.placements(model, prepared.parallelism)
-            # Not measured: DeepSpeed imports compilers here.
-            with self.meter.paused():
-                maker = engine.shard_maker(self.world, dtype, prepared.parallelism, placements)
+            maker = engine.shard_maker(self.world, dtype, prepared.parallelism, placements)
             # In this order: the agreement may change the maker's device.
             residence = maker.agree_on_residence(model, names)
             shards = maker.shard(model, names)
@@ -167,6 +170,7 @@ class _Load:
             computed_whole=prepared.recipes.computed_whole,
             dequantised="" if built.quantizer is None else built.library.quantisation(built.quantizer),
             phases=self.clock.stop(),
+            start_seconds=self.started,
             read_bytes=stats.read,
             planned_bytes=stats.planned,
             exchanged_bytes=stats.received,

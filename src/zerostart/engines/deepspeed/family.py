@@ -174,6 +174,11 @@ class DeepSpeed(Engine):
         # The key ``autotp_size``.
         return DeepSpeedSettings.of(config).autotp_size or 1
 
+    def compile_operations(self) -> None:
+        from zerostart.upstream.deepspeed.zero3_partitions import OPERATIONS, load_operations
+
+        load_operations(OPERATIONS if self.settings.offload == "nvme" else OPERATIONS[:1])
+
     def parallelism(self, model: nn.Module) -> Parallelism:
         # DeepSpeed decides the cuts over ranks that share tensors. Imports are in the methods: settings can
         # be read without DeepSpeed, which takes seconds to import and which the planning machine may lack.

@@ -25,7 +25,6 @@ from zerostart.transfer.meter import free_bytes
 from zerostart.transfer.rearrange import reorder
 from zerostart.upstream.deepspeed import zero12_optimizers as upstream
 from zerostart.upstream.deepspeed.construction import restore_hooks
-from zerostart.upstream.deepspeed.zero3_partitions import import_deepspeed, load_operations
 from zerostart.upstream.deepspeed.zero12_groups import RunReader
 
 
@@ -158,8 +157,6 @@ class FlatShards(FlatBufferShards):
         parallelism: Parallelism,
         cut: Callable[[nn.Module], None] | None = None,
     ) -> None:
-        import_deepspeed()
-        load_operations(("ShareMemCommBuilder",))
         super().__init__(world, zero_stage, rules, exchange, parallelism)
         self._keeper = FlatKeeper(self.device)
         self._cut = cut

@@ -28,7 +28,7 @@ from zerostart.upstream.deepspeed import nvme
 from zerostart.upstream.deepspeed import zero3_partitions as upstream
 from zerostart.upstream.deepspeed.construction import restore_hooks
 from zerostart.upstream.deepspeed.zero3_optimizer import Reader, mark, require_stage3
-from zerostart.upstream.deepspeed.zero3_partitions import load_operations, mark_leaves
+from zerostart.upstream.deepspeed.zero3_partitions import mark_leaves
 from zerostart.upstream.types import DeepSpeedConfig
 
 # Marks for the ZeRO-3 optimizer: mixtures of dtypes, and the reader of masters.
@@ -111,8 +111,6 @@ def _address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-#: Builders of DeepSpeed's operations, compiled at first use: communication, and swapping.
-OPERATIONS = ("ShareMemCommBuilder", "AsyncIOBuilder")
 #: Name, parameter, this rank's layout, home of the partition and its place there.
 Placed = tuple[str, nn.Parameter, Layout, upstream.Home, int]
 
@@ -143,12 +141,9 @@ class PartitionMaker(ShardMaker):
         self._placements = placements
         self._cut = cut
         dtype = dtype or settings.dtype
-        # Before the first collective: other ranks would time out there during a long compilation.
-        load_operations(OPERATIONS if settings.offload == "nvme" else OPERATIONS[:1])
         with world.collectives("starting DeepSpeed"):
             upstream.join_group()
         if settings.secondary > 1:
-            upstream.check_config(world.size, dtype, config)
             with world.collectives("making groups of hierarchical partitions"):
                 upstream.join_hierarchical_groups(settings.secondary)
         self._init = upstream.partitioner(world.size, dtype, config, settings.secondary, owners)

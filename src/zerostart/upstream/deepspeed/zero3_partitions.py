@@ -82,8 +82,16 @@ def import_deepspeed() -> object:
     return deepspeed
 
 
+#: Builders of DeepSpeed's operations, compiled at first use: communication, and swapping.
+OPERATIONS = ("ShareMemCommBuilder", "AsyncIOBuilder")
+
+
 def load_operations(names: Iterable[str]) -> None:
-    """Compile and load DeepSpeed's operations; skip those that the accelerator lacks."""
+    """Compile and load DeepSpeed's operations; skip those that the accelerator lacks.
+
+    One process of a machine compiles, and the others wait for it.
+    """
+    import_deepspeed()
     import deepspeed
     from deepspeed.accelerator import get_accelerator
     from torch.utils import cpp_extension
@@ -169,14 +177,6 @@ def partitioner(
         # ZeRO-3 needs it for its backward hooks; Init does it only in a context or for a module.
         init._enable_mem_efficient_linear()
     return init
-
-
-def check_config(world_size: int, dtype: torch.dtype | None, config: DeepSpeedConfig | None) -> None:
-    """Raise ConfigError for a configuration that DeepSpeed refuses."""
-    from deepspeed.runtime.config import DeepSpeedConfig
-
-    with _refusals():
-        DeepSpeedConfig(_init_config(world_size, dtype, config))
 
 
 @contextlib.contextmanager
