@@ -18,6 +18,7 @@ from torch import nn
 
 from zerostart.errors import ConfigError, EngineError
 from zerostart.upstream.deepspeed import nvme
+from zerostart.upstream.deepspeed.muon import import_muon
 from zerostart.upstream.guard import Use, demand
 from zerostart.upstream.types import DeepSpeedConfig
 
@@ -92,6 +93,7 @@ def load_operations(names: Iterable[str]) -> None:
     One process of a machine compiles, and the others wait for it.
     """
     import_deepspeed()
+    import_muon()
     import deepspeed
     from deepspeed.accelerator import get_accelerator
     from torch.utils import cpp_extension
