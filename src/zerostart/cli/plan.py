@@ -46,7 +46,7 @@ def command(
     the load, the engine's construction and the first step, without activations.
     """
     import zerostart
-    from zerostart.loading.preparation import no_garbage_collection
+    from zerostart.distributed.machine import no_garbage_collection
 
     download_if(source, download)
     # Skip garbage collection, also at exit: this process only plans.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -22,6 +21,7 @@ from zerostart.checkpoint.memory import memory_catalog
 from zerostart.checkpoint.source import check_configuration
 from zerostart.checkpoint.storage.files import read_small
 from zerostart.checkpoint.strict_json import MAX_CONFIG_BYTES
+from zerostart.distributed.machine import no_garbage_collection
 from zerostart.distributed.world import World
 from zerostart.engines import Engine
 from zerostart.errors import ConfigError, ZerostartError
@@ -218,18 +218,6 @@ class Prepared:
     reinitialised: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
     #: Restore the values of the caller's module after a failure; valid until the first value is read.
     restore_model: Callable[[], None] = lambda: None
-
-
-@contextlib.contextmanager
-def no_garbage_collection() -> Iterator[None]:
-    """Suspend garbage collection: plans and imports make many objects and no cycles."""
-    before = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if before:
-            gc.enable()
 
 
 #: Number of elements compared at a time.
