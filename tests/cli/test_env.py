@@ -2,7 +2,11 @@
 
 import importlib.metadata
 import json
+import os
 import platform
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,3 +57,20 @@ def test_check_compares_the_libraries(
     text = " ".join(out.split())
     assert "torch.nn.init._no_grad_trunc_normal_ has changed" in text
     assert "it takes (tensor), not (tensor, mean, std, a, b, ...)" in text
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_prepare_compiles_the_operation_once(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "zerostart", "env", "--prepare"]
+    environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path)}
+    processes = [
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        for _ in range(2)
+    ]
+    assert [process.communicate()[0].count(b"deepspeed") > 0 for process in processes] == [True, True]
+    assert [process.returncode for process in processes] == [0, 0]
+    (compiled,) = tmp_path.rglob("deepspeed_shm_comm.so")
+    modified = compiled.stat().st_mtime_ns
+    assert subprocess.run(command, env=environment, stdout=subprocess.DEVNULL).returncode == 0
+    assert compiled.stat().st_mtime_ns == modified

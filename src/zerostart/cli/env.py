@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from zerostart.distributed.machine import no_garbage_collection
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -34,15 +36,19 @@ def command(
             help="Import the libraries and compare their code with what is known; exit 1 if it differs.",
         ),
     ] = False,
+    prepare: Annotated[
+        bool, typer.Option("--prepare", help="Compile DeepSpeed's operators, which the first load needs.")
+    ] = False,
 ) -> None:
     """Show versions and devices; with --check, whether they work."""
-    if check:
-        from zerostart.loading.preparation import no_garbage_collection
+    if prepare:
+        from zerostart.upstream.deepspeed.zero3_partitions import OPERATIONS, load_operations
 
-        atexit.register(gc.freeze)  # no garbage collection at exit
-        with no_garbage_collection():
-            facts = _collect(check)
-    else:
+        with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints its findings
+            load_operations(OPERATIONS)
+    # Skip garbage collection, also at exit: this process only imports.
+    atexit.register(gc.freeze)
+    with no_garbage_collection():
         facts = _collect(check)
     if as_json:
         print(json.dumps(facts, indent=1))
@@ -125,14 +131,12 @@ def _read_gpu_name(information: Path) -> str:
 
 
 def _summarise(facts: dict[str, Any]) -> str:
-    versions = {name: version for name, version in facts["installed"].items() if version is not None}
     misfits = [use for use in facts["uses"] if use["misfit"]]
     compared = len(facts["uses"])
     if not misfits:
         return f"zerostart works here: all {compared} places that it builds on are as known"
-    libraries = ", ".join(
-        f"{name} {versions[name]}" for name in dict.fromkeys(_library_of(use) for use in misfits)
-    )
+    names = dict.fromkeys(use["owner"].replace(":", ".").partition(".")[0] for use in misfits)
+    libraries = ", ".join(f"{name} {facts['installed'][name]}" for name in names)
     return f"zerostart does not fit {libraries}: {len(misfits)} of {compared} places differ, named at the end"
 
 
@@ -146,19 +150,13 @@ def _print(facts: dict[str, Any], check: bool) -> None:
         accelerators += f" (torch can use {devices['usable']})"
     memory = f"{decimal(devices['available_memory_bytes'])} of memory left"
     if check:
-        wrong = any(use["misfit"] for use in facts["uses"])
-        typer.secho(_summarise(facts), fg="red" if wrong else "green")
+        typer.secho(_summarise(facts), bold=True)
     typer.echo(f"Python {facts['python']}, {facts['platform']}")
     typer.echo(f"{devices['cores']:g} cores, {memory}, {accelerators}")
     Console(highlight=False).print(_make_table(facts))
     for use in facts["uses"]:
         if use["misfit"]:
             typer.secho(f"{use['misfit']} ({use['why']})", fg="red")
-
-
-def _library_of(use: dict[str, Any]) -> str:
-    owner: str = use["owner"]
-    return owner.replace(":", ".").partition(".")[0]
 
 
 def _make_table(facts: dict[str, Any]) -> Table:
