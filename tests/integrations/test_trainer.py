@@ -109,7 +109,7 @@ EXPERTS = {"r": 4, "target_modules": ["q_proj"], "target_parameters": ["gate_up_
 def test_trainer_with_adapters_of_shared_experts(
     engine: str, options: dict[str, Any], checkpoints: TinyCheckpoints, tmp_path: Path
 ) -> None:
-    """The losses, norms and adapters are those of one process with twice the batch."""
+    """Compare losses, norms and adapters with one process on twice the batch."""
     path, bf16 = checkpoints("qwen3_moe_aligned"), bool(options.get("bf16"))
     zero: dict[str, Any] = {"zero_optimization": {"stage": 2 if engine == "zero2" else 3}}
     precision = {"ACCELERATE_MIXED_PRECISION": "bf16"} if bf16 else {}
@@ -118,17 +118,17 @@ def test_trainer_with_adapters_of_shared_experts(
     ours = run(
         path, tmp_path / "ours", environment, {"expert_parallel": 2}, lora=EXPERTS, **options, **shared
     )
-    one = {"lora": EXPERTS, "batch_size": 4, "use_cpu": True, **options}
-    arguments = path, tmp_path / "alone", {}, one, None, {}
+    single_options = {"lora": EXPERTS, "batch_size": 4, "use_cpu": True, **options}
+    arguments = path, tmp_path / "alone", {}, single_options, None, {}
     stock = run_ranks(trainer_script, 1, *arguments, process_group=False, timeout=200)[0]
     assert ours["losses"] == pytest.approx(stock["losses"], rel=1e-2 if bf16 else 1e-5)
     assert ours["norms"] == pytest.approx(stock["norms"], rel=1e-1 if bf16 else 1e-4)
     name = "adapter_model.safetensors"
-    found, expected = load_file(tmp_path / "ours" / name), load_file(tmp_path / "alone" / name)
-    assert found.keys() == expected.keys()
-    assert any(".experts." in key for key in found)
+    adapters, expected = load_file(tmp_path / "ours" / name), load_file(tmp_path / "alone" / name)
+    assert adapters.keys() == expected.keys()
+    assert any(".experts." in key for key in adapters)
     for key in () if bf16 else expected:  # AdamW steps by the sign of the rounding
-        torch.testing.assert_close(found[key], expected[key], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(adapters[key], expected[key], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Train wrappers that call parts of a sharded model, and prompt adapters, as one process."""
+"""Train wrappers that call parts of a sharded model, and prompt adapters."""
 
 import os
 from pathlib import Path
@@ -8,13 +8,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.integrations.scripts import Data, fsdp2, zero3
+from tests.integrations.scripts import Data, fsdp2, training_arguments, zero3
 from tests.ranks import RankError, run_ranks
 from tests.tiny import TinyCheckpoints
 
 
 class Wrapper(torch.nn.Module):
-    """Call the inner model by ``calls``, and add a value head."""
+    """A model with a value head; ``calls`` names how it calls the inner model."""
 
     def __init__(self, model: Any, calls: str) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Wrapper(torch.nn.Module):
 
 
 class SavedWrapper(Wrapper):
-    """Calls ``forward`` directly, and has a save of its own, which the Trainer does not know."""
+    """Wrapper with a ``save_pretrained`` that the Trainer must not call."""
 
     def save_pretrained(self, path: str) -> None:
         raise AssertionError("the Trainer calls it for models of transformers and PEFT only")
@@ -43,24 +43,14 @@ class SavedWrapper(Wrapper):
 def script(path: Path, out: Path, environment: dict[str, str], adapter: str, calls: str) -> Any:
     os.environ.update(environment)
     import peft
-    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+    from transformers import AutoModelForCausalLM, Trainer
 
     if environment:
         import zerostart
 
         zerostart.enable()
-    args = TrainingArguments(
-        output_dir=str(out),
-        max_steps=3,
-        per_device_train_batch_size=4 // int(os.environ.get("WORLD_SIZE", "1")),
-        learning_rate=1e-2,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        ddp_backend="gloo",
-        use_cpu=True,
-    )
+    batch_size = 4 // int(os.environ.get("WORLD_SIZE", "1"))
+    args = training_arguments(out, max_steps=3, per_device_train_batch_size=batch_size, use_cpu=True)
     model: Any = AutoModelForCausalLM.from_pretrained(path)
     torch.manual_seed(0)
     configs = {
@@ -109,8 +99,8 @@ def test_calls_of_parts_with_a_lora(
 ) -> None:
     path = checkpoints("qwen3")
     expected = run(1, path, tmp_path / "one", {}, "lora", calls)
-    found = run(2, path, tmp_path / "two", environment(engine, tmp_path), "lora", calls)
-    assert found == pytest.approx(expected, rel=1e-5)
+    losses = run(2, path, tmp_path / "two", environment(engine, tmp_path), "lora", calls)
+    assert losses == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.slow
@@ -125,7 +115,9 @@ def test_calls_of_trained_parts_on_fsdp2(calls: str, checkpoints: TinyCheckpoint
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["zero2", "zero3", "fsdp2"])
 @pytest.mark.parametrize("adapter", ["prompt", "prefix", "encoder", "tied"])
-def test_adapters(engine: str, adapter: str, checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
+def test_prompt_and_tied_adapters(
+    engine: str, adapter: str, checkpoints: TinyCheckpoints, tmp_path: Path
+) -> None:
     path, one, two = checkpoints("qwen3"), tmp_path / "one", tmp_path / "two"
     expected = run(1, path, one, {}, adapter, "")
     assert run(2, path, two, environment(engine, tmp_path), adapter, "") == pytest.approx(expected, rel=1e-5)
@@ -137,14 +129,16 @@ def test_adapters(engine: str, adapter: str, checkpoints: TinyCheckpoints, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["zero2", "fsdp2"])
-def test_a_wrapper_with_a_save_of_its_own(engine: str, checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
-    """The Trainer saves the state dict of what is neither transformers' nor PEFT's."""
+def test_a_wrapper_with_save_pretrained_is_saved_by_the_trainer(
+    engine: str, checkpoints: TinyCheckpoints, tmp_path: Path
+) -> None:
+    """The Trainer saves the state dict of a plain module."""
     run(2, checkpoints("qwen3"), tmp_path / "two", environment(engine, tmp_path), "lora", "saved")
     assert {"head.weight", "head.bias"} < load_file(tmp_path / "two/model.safetensors").keys()
 
 
-def head_alone(path: Path) -> None:
-    """Parts after an evaluation, and the head alone after a forward that trains."""
+def check_parts(path: Path) -> None:
+    """Call parts after an evaluation, and the head after a training forward."""
     import transformers
 
     import zerostart
@@ -156,18 +150,18 @@ def head_alone(path: Path) -> None:
         model(input_ids=tokens)
     with pytest.raises(zerostart.ZerostartError, match=r"model.embed_tokens are used outside the forward"):
         model.model.embed_tokens(tokens)
-    for one in (plain, model):
-        hidden = one(input_ids=tokens, output_hidden_states=True).hidden_states[-1]
-        one.lm_head(hidden).square().mean().backward()
+    for each_model in (plain, model):
+        hidden = each_model(input_ids=tokens, output_hidden_states=True).hidden_states[-1]
+        each_model.lm_head(hidden).square().mean().backward()
     for name, parameter in plain.named_parameters():
-        found = model.get_parameter(name).grad.full_tensor()
-        torch.testing.assert_close(found, parameter.grad, rtol=1e-4, atol=1e-6)
+        gradient = model.get_parameter(name).grad.full_tensor()
+        torch.testing.assert_close(gradient, parameter.grad, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe_aligned"])
 def test_parts_after_an_evaluation_on_fsdp2(name: str, checkpoints: TinyCheckpoints) -> None:
-    run_ranks(head_alone, 2, checkpoints(name))
+    run_ranks(check_parts, 2, checkpoints(name))
 
 
 def clip(path: Path) -> None:
