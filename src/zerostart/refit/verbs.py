@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -120,9 +121,14 @@ def weight_source(
 
     with current_world().phase("arguments"):
         from zerostart.loading.request import dtype_of
-        from zerostart.refit import vllm
         from zerostart.refit.pushes import RefitSettings
+        from zerostart.refit.within import WeightSource
 
         settings = RefitSettings(dtype=dtype_of(dtype), merge_adapters=merge_adapters)
-        source = vllm.source_class()
-    return source(model, rank, settings)
+        kind = WeightSource
+        if "vllm.distributed.weight_transfer" in sys.modules:
+            from zerostart.refit.vllm import register
+            from zerostart.refit.vllm_engine import Source as kind  # vLLM's as well
+
+            register()
+    return kind(model, rank, settings)

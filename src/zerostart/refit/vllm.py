@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -22,7 +21,6 @@ from zerostart.errors import ConfigError, PeerError
 from zerostart.refit.connection import EngineWorker, get_worker
 from zerostart.refit.receiver import Load, Receiver, Stages
 from zerostart.refit.wire import Server
-from zerostart.refit.within import WeightSource
 from zerostart.upstream.vllm import reload
 from zerostart.upstream.vllm.reload import Layer
 
@@ -44,16 +42,6 @@ def register() -> None:
             factory.register_engine(BACKEND, "zerostart.refit.vllm_engine", engine)
         except ValueError as error:  # vLLM runs plugins more than once in a process
             logger.debug("%s", error)
-
-
-def source_class() -> type[WeightSource]:
-    """Return the class of sources; in a process that has imported vLLM, vLLM's as well."""
-    if "vllm.distributed.weight_transfer" not in sys.modules:
-        return WeightSource
-    from zerostart.refit.vllm_engine import Source
-
-    register()
-    return Source
 
 
 def driver_of(target: object) -> VLLMDriver | None:
