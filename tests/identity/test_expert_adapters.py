@@ -174,3 +174,48 @@ def test_adapters_resume_on_other_ranks(
         found.losses, found.norms = first.losses + found.losses, first.norms + found.norms
         wrong = differences(found, wanted)
         assert wrong == [], "\n".join(wrong)
+
+
+def open_adapter(path: Path, adapter: Path, layout: Layout) -> dict[str, torch.Tensor]:
+    """Open a saved adapter on shared experts; the other calls are refused."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    def load() -> Any:
+        return zerostart.load(path, progress=False, **layout.options())
+
+    for options, said in (
+        ({"target_parameters": ["experts.down_proj"], "use_dora": True}, "use_dora"),
+        ({"target_parameters": ["experts.down_proj"], "lora_dropout": 0.1}, "lora_dropout"),
+        ({"target_parameters": ["experts.down_proj_bias"]}, "one vector for each expert"),
+    ):
+        with pytest.raises((ConfigError, ValueError), match=said):
+            get_peft_model(load(), LoraConfig(**{"target_modules": [], **options}))
+    config = LoraConfig(target_modules=[], target_parameters=["experts.down_proj"])
+    with pytest.raises(ConfigError, match="use low_cpu_mem_usage=False"):
+        get_peft_model(load(), config, low_cpu_mem_usage=True)
+    model: Any = PeftModel.from_pretrained(load(), adapter, is_trainable=True)
+    with pytest.raises(ConfigError, match=r"use zerostart.save\(model, path, merge_adapters=True\)"):
+        model.merge_adapter()
+    with pytest.raises(ConfigError, match="per_expert=True is about adapters"):
+        zerostart.save(model, adapter / "merged", merge_adapters=True, per_expert=True)
+    return adapters_of(model)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [FSDP2(experts=2), *(pytest.param(Layout(stage=s, experts=2), marks=pytest.mark.slow) for s in (2, 3))],
+    ids=str,
+)
+def test_a_saved_adapter_is_opened_on_shared_experts(layout: Layout, folder: Path, tmp_path: Path) -> None:
+    path = checkpoint("gpt_oss", folder)
+    adapted: Any = pretrained(path)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn(parameter.shape))
+    adapted.save_pretrained(tmp_path)
+    expected = adapters_of(adapted)
+    for found in run_ranks(open_adapter, 2, path, tmp_path, layout):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())

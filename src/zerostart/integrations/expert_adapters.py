@@ -64,14 +64,14 @@ def adopt_factors(part: nn.Module, before: Collection[int]) -> list[nn.Parameter
     cuts: dict[str, Ranges] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     owners = {name.rpartition(".")[0] + "." for name in record.parallelism.experts.cuts}
+    size = record.engine.mesh.tensor_parallel
     with current_world().collectives("sharing adapters of experts"):
         for path, linear, layer, dim in list(_find_factors(part)):
             if id(linear.weight) in before:
                 continue
-            if linear.weight.is_meta:
-                raise ConfigError(
-                    f"{path} is an adapter of experts that ranks share; use low_cpu_mem_usage=False"
-                )
+            if linear.weight.is_meta or size > 1:
+                remedy = "tensor_parallel=1" if size > 1 else "low_cpu_mem_usage=False"
+                raise ConfigError(f"{path} is an adapter of experts that ranks share; use {remedy}")
             name, shared = plain_name(f"{path}.weight"), shared_experts(layer.get_base_layer())
             assert shared is not None, "checked before"
             cut, shape = cuts[name], shapes[name] = _cut(linear.weight, shared, dim)

@@ -233,7 +233,9 @@ def _part_of(tensor: object) -> _Part | None:
     if not sharded or not isinstance(part.base, nn.Parameter):
         return None
     axes = dict(zip(part.base.device_mesh.mesh_dim_names or (), part.base.placements, strict=False))
-    if "expert" in axes and axes["shard"].is_replicate():  # an adapter's, whose local tensor is its own
+    if {"expert", "shard"} <= axes.keys() and axes[
+        "shard"
+    ].is_replicate():  # an adapter's, whose local tensor is its own
         return None
     changes, waits = getattr(part.base, _WAITS, (None, False))
     if changes != _changes:
