@@ -174,6 +174,7 @@ SESSIONS = (
         {"train.py": EXPERTS_SCRIPT, "ds_zero3.json": DEEPSPEED_CONFIG},
         python=True,
     ),
+    Session("docs/tutorials/experts-lora.md", MIXTURE, python=True),
     Session(
         "docs/tutorials/existing-script.md",
         QWEN,
