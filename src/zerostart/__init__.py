@@ -135,15 +135,14 @@ def load(
         strict: raise on missing, unexpected and mismatched tensors before weights are read. If False,
             initialise missing tensors, ignore unexpected ones, and still raise on a mismatch.
         progress: show a progress bar on rank 0 if a terminal is attached.
-        fp32_masters: start fp32 master weights from the stored values if parameters have a smaller dtype than
-            the checkpoint (bf16 from fp32). DeepSpeed's masters are read in ``deepspeed.initialize``, so the
-            source must still exist, unchanged; a mapping is not kept alive. With FSDP2 and an ``mp_policy``
-            that computes in ``dtype``, the shards are the masters, in fp32.
+        fp32_masters: start fp32 master weights from the stored values if parameters have a smaller dtype
+            (bf16 from fp32). ``deepspeed.initialize`` reads DeepSpeed's masters from the source; keep it
+            unchanged until then. With FSDP2 and an ``mp_policy`` that computes in ``dtype``, the shards are
+            the masters, in fp32.
         exchange: True: each replica reads a part and the replicas exchange it (at stages 1 and 2 whole
             parameters). False: each rank reads all bytes that it needs. None: exchange if ranks share no page
             cache, at stages 1 and 2 only on accelerators.
         trust_remote_code: run the model code of the checkpoint's directory (transformers' ``auto_map``).
-            Without it no such code is run, and there is no prompt.
 
     Raises:
         ZerostartError: the same type and text on every rank; see ``zerostart.errors``.

@@ -17,7 +17,13 @@ from zerostart.checkpoint.write.writer import CheckpointWriter
 from zerostart.distributed.world import World
 from zerostart.engines import Shard
 from zerostart.geometry.layout import Layout, dimension_shard, flat_partition
-from zerostart.state.saving.writing import Files, Publication, describe_share, plan_own_writes, write_tensors
+from zerostart.state.saving.writing import (
+    LocalPlace,
+    Publication,
+    describe_share,
+    plan_own_writes,
+    write_tensors,
+)
 from zerostart.transfer.writing import write_out
 
 Writes = list[tuple[bool, int, int]]
@@ -115,7 +121,7 @@ def test_refused_direct_writes_fall_back_to_the_cache(
     outgoing = [
         describe_share(n, shard(n, t, flat_partition(tuple(t.shape), 0, 1))) for n, t in tensors.items()
     ]
-    write_tensors(Publication(Files(tmp_path)), entries_of(tensors), outgoing, World(0, 1, None))
+    write_tensors(Publication(LocalPlace(tmp_path)), entries_of(tensors), outgoing, World(0, 1, None))
     saved = load_file(tmp_path / "model.safetensors")
     assert all(torch.equal(saved[n].view(torch.int16), t.view(torch.int16)) for n, t in tensors.items())
     assert sum(n for _, _, n in writes) == files.total_size + sum(len(f.header) for f in files.files)

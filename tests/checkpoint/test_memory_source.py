@@ -33,11 +33,11 @@ def change(change_kind: str, tensor: torch.Tensor) -> None:
 def test_changed_tensors_are_not_read_again(change_kind: str) -> None:
     tensors = {"w": torch.zeros(8), "other": torch.zeros(3)}
     catalog = memory_catalog(tensors)
-    storage = catalog.storage.kept({catalog.tensors["w"].file})
-    assert storage.recalled("wanted").reader() is not None
+    storage = catalog.storage.detach({catalog.tensors["w"].file})
+    assert storage.reattach("wanted").reader() is not None
     change(change_kind, tensors["w"])
     with pytest.raises(errors.ReadError, match=r"the tensor w was changed in place since .*, wanted"):
-        storage.recalled("wanted")
+        storage.reattach("wanted")
 
 
 class WrapperTensor(torch.Tensor):

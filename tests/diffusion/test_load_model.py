@@ -53,7 +53,7 @@ def collect_results(folder: str) -> dict[str, Any]:
     path = str(root / "wan.safetensors")
     stock_model = stock(kind, path, config, torch.bfloat16, "cpu", WAN.find_converter())
     expected = dict(stock_model.state_dict())
-    output["misfit"] = [point.misfit() for point in diffsynth_loading.TOUCHED]
+    output["misfit"] = [point.find_misfit() for point in diffsynth_loading.TOUCHED]
     # DiffSynth has such a row for each release that it knows.
     row = {"model_hash": output["hash"]["wan.pth"], "model_name": "small", "extra_kwargs": config}
     MODEL_CONFIGS.append({**row, "model_class": "diffsynth.models.wan_video_dit.WanModel"})

@@ -11,12 +11,12 @@ from torch import nn
 
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.models import (
+    BuildRequest,
     Built,
     Construction,
     Converter,
     ModelLibrary,
     OwnLoading,
-    Stored,
     register_model_library,
 )
 from zerostart.recipe import Recipes
@@ -107,9 +107,9 @@ class Toy(ModelLibrary):
     def describes(self, root: str | None) -> bool:
         return root is not None and Path(root, CONFIG).is_file()
 
-    def construction(self, kind: type[nn.Module] | None, stored: Stored) -> Construction:
-        config = json.loads(Path(stored.root or "", CONFIG).read_text())
-        dtype = stored.asked or stored.first or torch.float32
+    def construction(self, kind: type[nn.Module] | None, request: BuildRequest) -> Construction:
+        config = json.loads(Path(request.root or "", CONFIG).read_text())
+        dtype = request.dtype or request.first_dtype or torch.float32
         build: Callable[..., nn.Module] = kind or ToyModel
         return Construction("ToyModel", lambda: build(**config), torch.float32, dtype)
 

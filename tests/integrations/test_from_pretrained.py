@@ -254,7 +254,7 @@ def _errors_of_two_ranks(store: dist.Store, calls: tuple[str, str]) -> list[Exce
             own.gather(calls[number])
         except ConfigError as error:
             return error
-        own.note_wait()
+        own.record_wait()
         return None
 
     with ThreadPoolExecutor(2) as pool:

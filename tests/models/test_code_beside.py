@@ -106,9 +106,9 @@ def test_what_is_asked_inside_is_refused(checkpoint: Path, monkeypatch: pytest.M
     """Other libraries, such as a pipeline's tokenizers, receive no permission."""
     import transformers
 
-    from zerostart.upstream.transformers.models import unasked
+    from zerostart.upstream.transformers.models import refuse_questions
 
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
-    with unasked(), pytest.raises(ValueError, match="trust_remote_code"):
+    with refuse_questions(), pytest.raises(ValueError, match="trust_remote_code"):
         transformers.AutoConfig.from_pretrained(str(checkpoint))
     assert sys.stdin.read() == "y\n"

@@ -48,7 +48,7 @@ def ran(checkpoint: Path, folder: Path, engine: str, *ours: str, **options: Any)
 
 
 def test_trl_is_as_declared() -> None:
-    assert [point.misfit() for point in TOUCHED] == ["", ""]
+    assert [point.find_misfit() for point in TOUCHED] == ["", ""]
 
 
 @pytest.mark.parametrize(

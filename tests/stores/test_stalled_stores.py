@@ -106,7 +106,7 @@ def content(storage: Storage) -> tuple[bytes, str]:
     buffer = bytearray(storage.sizes[0])
     with storage.reader() as reader:
         reader.read(0, 0, [memoryview(buffer)])
-        return bytes(buffer), reader.note()
+        return bytes(buffer), reader.describe_reads()
 
 
 @pytest.mark.slow

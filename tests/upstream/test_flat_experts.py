@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 
-from zerostart.upstream.deepspeed.zero12_groups import Kind, split_groups, split_optimizer
+from zerostart.upstream.deepspeed.zero12_groups import GroupKey, split_groups, split_optimizer
 
 
-def kind_of(parameter: Any) -> Kind:
-    return Kind(getattr(parameter, "group_name", None), getattr(parameter, "home", None))
+def kind_of(parameter: Any) -> GroupKey:
+    return GroupKey(getattr(parameter, "group_name", None), getattr(parameter, "home", None))
 
 
 def mixed_optimizer(**options: Any) -> tuple[Any, Any, torch.optim.Optimizer]:

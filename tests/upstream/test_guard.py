@@ -9,7 +9,7 @@ import torch
 from tests.upstream import table
 from zerostart.errors import UnsupportedVersionError
 from zerostart.upstream.deepspeed.zero3_partitions import import_deepspeed
-from zerostart.upstream.guard import Use, declared_uses, demand, misfit
+from zerostart.upstream.guard import Use, declared_uses, demand, find_misfits
 from zerostart.upstream.versions import DIFFSYNTH, LIBRARIES, SGLANG, TORCH, TRL, VLLM
 
 ROOT = Path(__file__).parents[2]
@@ -21,7 +21,7 @@ def test_the_installed_libraries_have_the_declared_names() -> None:
     import_deepspeed()
     uses = [use for use in declared_uses() if use.library not in OPTIONAL]
     assert len(uses) > 50
-    assert [text for use in uses if (text := use.misfit())] == []
+    assert [text for use in uses if (text := use.find_misfit())] == []
     assert all(use.why and use.names for use in uses)
 
 
@@ -76,7 +76,7 @@ class Sample:
     ],
 )
 def test_misfits(names: str, source: tuple[str, ...], message: str) -> None:
-    misfit_text = Use(f"{__name__}:Sample", names, "a test", source).misfit()
+    misfit_text = Use(f"{__name__}:Sample", names, "a test", source).find_misfit()
     assert misfit_text.endswith(message)
     assert bool(misfit_text) == bool(message)
 
@@ -88,9 +88,11 @@ def test_a_misfit_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         demand((misfitting,), "Try it")
     monkeypatch.setattr(torch, "__version__", "2.20.0")
-    assert misfit((fitting,)) == ""
+    assert find_misfits((fitting,)) == ""
     monkeypatch.setattr(torch, "__version__", "2.10.1")
-    assert misfit((fitting,)).startswith("torch 2.10.1 is installed. This is torch 2.10.1; install a known")
+    assert find_misfits((fitting,)).startswith(
+        "torch 2.10.1 is installed. This is torch 2.10.1; install a known"
+    )
     # A build without a number is judged by its names.
     monkeypatch.setattr(torch, "__version__", "main-a1b2")
-    assert misfit((fitting,)) == ""
+    assert find_misfits((fitting,)) == ""

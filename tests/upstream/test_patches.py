@@ -16,7 +16,7 @@ from tests.ranks import run_ranks
 from tests.tiny import TinyCheckpoints
 from zerostart.errors import UnsupportedVersionError
 from zerostart.upstream.guard import Use, declared_uses, resolve
-from zerostart.upstream.patches import RefCountedPatches, active, fits, patch
+from zerostart.upstream.patches import RefCountedPatches, active, check_compatible, patch
 
 
 class Target:
@@ -83,7 +83,7 @@ def test_misfitting_calls_are_refused_only_for_loaded_models(
     use = Use("torch.made_up:Target", "call, .absent", "a test")
 
     def add_patch(stack: ExitStack) -> None:
-        assert not fits(stack, counted, (use,), "Do otherwise")
+        assert not check_compatible(stack, counted, (use,), "Do otherwise")
 
     counted = RefCountedPatches(add_patch)
     loaded, foreign = torch.nn.Sequential(torch.nn.Linear(1, 1)), torch.nn.Linear(1, 1)

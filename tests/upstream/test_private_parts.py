@@ -34,22 +34,22 @@ def test_a_changed_start_of_the_zero3_optimizer_is_not_replaced(
 def test_unknown_versions_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     import accelerate
 
-    ac.require.cache_clear()
+    ac.require_version.cache_clear()
     monkeypatch.setattr(accelerate, "__version__", "1.0.0")
     with pytest.raises(UnsupportedVersionError, match=r"accelerate 1\.0\.0 is installed"):
-        ac.require()
-    ac.require.cache_clear()
+        ac.require_version()
+    ac.require_version.cache_clear()
 
     def changed(model: Any, files: Any) -> None: ...
 
-    loading.require.cache_clear()
+    loading.require_version.cache_clear()
     monkeypatch.setattr(transformers.PreTrainedModel, "_load_pretrained_model", changed)
     with pytest.raises(
         UnsupportedVersionError,
         match=r"it takes \(model, files\), not \(model, state_dict, .*use zerostart.load",
     ):
-        loading.require()
-    loading.require.cache_clear()
+        loading.require_version()
+    loading.require_version.cache_clear()
 
 
 TABLE = single_file_model.SINGLE_FILE_LOADABLE_CLASSES

@@ -161,8 +161,8 @@ def break_use(case: Misfit) -> guard.Use:
     (use, *_) = [
         use for use in guard.declared_uses() if use.owner == case.owner and use.names.startswith(case.name)
     ]
-    original = guard.Use.misfit
-    guard.Use.misfit = lambda self: "X is otherwise" if self == use else original(self)  # type: ignore[method-assign]
+    original = guard.Use.find_misfit
+    guard.Use.find_misfit = lambda self: "X is otherwise" if self == use else original(self)  # type: ignore[method-assign]
     return use
 
 

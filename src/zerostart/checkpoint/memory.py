@@ -146,11 +146,11 @@ class MemoryStorage(Storage):
     count: int = 0
     #: Bytes of the tensors; their storages may be larger.
     stored: int = 0
-    #: Storages of this rank, 1-D and of bytes; () after ``kept``.
+    #: Storages of this rank, 1-D and of bytes; () after ``detach``.
     buffers: tuple[torch.Tensor, ...] = field(default=(), compare=False, repr=False)
     #: Tensors whose storages the buffers are, by name.
     tensors: Mapping[str, _Known] = field(default_factory=dict, compare=False, repr=False)
-    #: Buffers that are certainly needed again, after ``kept``.
+    #: Buffers that are certainly needed again, after ``detach``.
     used: frozenset[int] = field(default=frozenset(), compare=False, repr=False)
 
     #: Every rank has all bytes in memory.
@@ -202,11 +202,11 @@ class MemoryStorage(Storage):
     def residency(self) -> Residency:
         return Residency()
 
-    def kept(self, used: Iterable[int] = ()) -> Storage:
+    def detach(self, used: Iterable[int] = ()) -> Storage:
         """Return the storage without the caller's buffers."""
         return replace(self, buffers=(), used=frozenset(used))
 
-    def recalled(self, purpose: str) -> Storage:
+    def reattach(self, purpose: str) -> Storage:
         """Return the storage with the same buffers again.
 
         Raises EngineError if a used tensor is gone, ReadError if one has changed in place or has

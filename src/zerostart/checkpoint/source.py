@@ -31,7 +31,7 @@ from zerostart.errors import CheckpointError, CheckpointNotFoundError, ReadError
 
 
 @dataclass(frozen=True)
-class Files:
+class WeightFiles:
     """Weights files that together are the checkpoint ``name``."""
 
     paths: tuple[str, ...]
@@ -41,14 +41,14 @@ class Files:
         return self.name
 
 
-def open_catalog(source: str | os.PathLike[str] | Files, classes: Collection[str] = ()) -> Catalog:
+def open_catalog(source: str | os.PathLike[str] | WeightFiles, classes: Collection[str] = ()) -> Catalog:
     """Return the checked catalog of the checkpoint at ``source``.
 
     ``source`` is a ``.safetensors`` file, a file of torch.save (``.bin``, ``.pt``, ``.pth``, ``.ckpt``),
     an index file of either kind, a directory with the names of transformers or diffusers or with one
     single such file or index, a directory of a training run, the URL of any of these, a hub id
-    (optionally ``id@revision``) in the local cache, or ``Files``. Safetensors are preferred. Tensors are
-    in the order of files, then of offsets (in a torch file, of its state dict). A tensor in a listed
+    (optionally ``id@revision``) in the local cache, or ``WeightFiles``. Safetensors are preferred. Tensors
+    are in the order of files, then of offsets (in a torch file, of its state dict). A tensor in a listed
     shard belongs to the checkpoint even if the index does not list it, because transformers loads it,
     too. In a pipeline (``model_index.json``), ``classes`` selects the component; without them it must be
     the only model.
@@ -61,7 +61,7 @@ def open_catalog(source: str | os.PathLike[str] | Files, classes: Collection[str
         if is_state_alone(storage):
             return open_catalog(f"{os.fspath(str(source)).rstrip('/')}/{MODEL_FOLDER}", classes)
         return storage_catalog(storage)
-    if isinstance(source, Files):
+    if isinstance(source, WeightFiles):
         return replace(catalog_of(Path(), [Path(path) for path in source.paths]), root="")
     return catalog_at(resolve_source(source), classes)
 
@@ -95,8 +95,8 @@ _WEIGHTS = (("*.safetensors",), ("*.bin", "*.pt", "*.pth", "*.ckpt"))
 
 
 def present(
-    source: str | os.PathLike[str] | Files, classes: Collection[str] = ()
-) -> str | os.PathLike[str] | Files:
+    source: str | os.PathLike[str] | WeightFiles, classes: Collection[str] = ()
+) -> str | os.PathLike[str] | WeightFiles:
     """Fetch ``source`` if it is an uncached hub id."""
     if isinstance(source, str) and not scheme_of(source) and _may_be_hub_id(source):
         from huggingface_hub import constants

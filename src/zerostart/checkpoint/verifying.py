@@ -17,7 +17,7 @@ from zerostart.checkpoint.formats.weights import storage_catalog
 from zerostart.checkpoint.manifest import MARKERS, STATE_MARKER, check_seal, documents
 from zerostart.checkpoint.paths import expanded, wait_for
 from zerostart.checkpoint.settings import copied
-from zerostart.checkpoint.source import Files, open_catalog
+from zerostart.checkpoint.source import WeightFiles, open_catalog
 from zerostart.checkpoint.storage import LocalFiles, Storage, storage_at
 from zerostart.checkpoint.storage.files import open_regular
 from zerostart.checkpoint.strict_json import JsonObject, shown
@@ -137,7 +137,7 @@ def _catalog(place: Path, folder: str, document: JsonObject, storage: Storage | 
             shards = [name for name in sorted(names) if name.endswith(".safetensors")]
             # Without a folder: all of these files are opened.
             return storage_catalog(replace(storage.named(shards), folder=""))
-        return open_catalog(Files(tuple(weights), str(place / folder)))
+        return open_catalog(WeightFiles(tuple(weights), str(place / folder)))
     except (CheckpointError, CheckpointNotFoundError, ReadError) as error:
         raise VerifyError(f"{place} is not what was saved: {error}") from error
 

@@ -103,7 +103,7 @@ def _find_misfit(use: Use) -> str:
 
                 import_deepspeed()
             importlib.import_module(use.library.name)
-            return use.misfit()
+            return use.find_misfit()
         except Exception as error:  # an import may raise anything, which is the result
             return f"{use.library.name} cannot be imported: {error}"
 
@@ -134,10 +134,10 @@ def _summarise(facts: dict[str, Any]) -> str:
     misfits = [use for use in facts["uses"] if use["misfit"]]
     compared = len(facts["uses"])
     if not misfits:
-        return f"zerostart works here: all {compared} places that it builds on are as known"
+        return f"zerostart works here: all {compared} private parts that it uses are as expected"
     names = dict.fromkeys(use["owner"].replace(":", ".").partition(".")[0] for use in misfits)
     libraries = ", ".join(f"{name} {facts['installed'][name]}" for name in names)
-    return f"zerostart does not fit {libraries}: {len(misfits)} of {compared} places differ, named at the end"
+    return f"zerostart does not fit {libraries}: {len(misfits)} of {compared} parts differ, listed at the end"
 
 
 def _print(facts: dict[str, Any], check: bool) -> None:

@@ -244,7 +244,7 @@ def join_group() -> None:
 
     from zerostart.distributed.failures import explain
     from zerostart.distributed.world import backend_of, default_device, make_device_current
-    from zerostart.upstream.torch.process_group import connected_lazily
+    from zerostart.upstream.torch.process_group import lazy_connections
 
     if dist.is_initialized():
         return
@@ -257,7 +257,7 @@ def join_group() -> None:
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
         return
     # With an accelerator, gloo sends only small messages, so it connects lazily.
-    lazily = contextlib.nullcontext() if backend == "gloo" else connected_lazily()
+    lazily = contextlib.nullcontext() if backend == "gloo" else lazy_connections()
     try:
         with lazily:
             dist.init_process_group(backend)

@@ -48,11 +48,7 @@ def command(
 
     All ranks load with the chosen engine. --verify compares every element with an unsharded load.
     """
-    options = {
-        "source": download_if(source, download),
-        **parse_values(values),
-        "verify": verify,
-    }
+    options = {"source": download_if(source, download), **parse_values(values), "verify": verify}
     ranks = run_local_ranks("zerostart.cli.load", [json_module.dumps(options)], nproc)
     result = _summarise(ranks)
     if json is not None:
@@ -107,9 +103,9 @@ def _run(argv: list[str]) -> dict[str, object]:
     verify = options.pop("verify")
     # Import the model's library first, as a training script would, so that only the load is timed.
     request = Request(**options).with_engine()
-    request.resolve(int(os.environ["WORLD_SIZE"])).require()
+    request.resolve(int(os.environ["WORLD_SIZE"])).import_library()
     catalog = open_catalog(options["source"])
-    models.require(None, catalog.root, {name: one.shape for name, one in catalog.weights.items()})
+    models.import_code(None, catalog.root, {name: one.shape for name, one in catalog.weights.items()})
     forecast = _make_forecast(options)
     join_group()
     model = zerostart.load(**options)

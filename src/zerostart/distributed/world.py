@@ -37,9 +37,9 @@ from zerostart.distributed.failures import (
 )
 from zerostart.errors import ConfigError, PeerError
 from zerostart.upstream.torch.process_group import (
+    group_timeout,
     list_groups,
     messages_group,
-    patience,
     share_timeout,
     store_of,
 )
@@ -150,7 +150,7 @@ def _make_attendance(name: str) -> Attendance | None:
     if size == 1:
         return None
     try:
-        return Attendance(store_of("zerostart"), name, dist.get_rank(), size, patience().total_seconds())
+        return Attendance(store_of("zerostart"), name, dist.get_rank(), size, group_timeout().total_seconds())
     except RuntimeError:
         return None
 

@@ -29,7 +29,7 @@ from zerostart.engines.shard import (
 )
 from zerostart.engines.state import Gradient, Master, OptimizerState, TrainingState
 from zerostart.geometry.layout import Mesh
-from zerostart.upstream.torch.stepped import Member, Stepped
+from zerostart.upstream.torch.optimizer_steps import Member, SteppedTensor
 
 __all__ = [
     "DEVICE",
@@ -48,12 +48,12 @@ __all__ = [
     "Residence",
     "Shard",
     "ShardMaker",
-    "Stepped",
+    "SteppedTensor",
     "TrainingState",
     "check_choice",
     "check_own_memory",
     "choose_engine",
-    "contexts_aside",
+    "suspended_contexts",
     "engine_families",
     "engine_names",
     "family_of",
@@ -68,11 +68,11 @@ __all__ = [
 ]
 
 
-def contexts_aside() -> contextlib.AbstractContextManager[None]:
+def suspended_contexts() -> contextlib.AbstractContextManager[None]:
     """Context in which an open context of an engine, such as ``zero.Init``, ignores models.
 
     Raises UnsupportedVersionError if an open ``zero.Init`` cannot be suspended.
     """
-    from zerostart.upstream.deepspeed.zero3_partitions import contexts_aside as aside
+    from zerostart.upstream.deepspeed.zero3_partitions import suspended_contexts as aside
 
     return aside()

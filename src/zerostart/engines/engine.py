@@ -156,7 +156,7 @@ class Engine(abc.ABC):
     def check(self) -> None:  # nothing to refuse, unless an engine says so
         """Raise ConfigError or EngineError for settings that this stage and mesh cannot serve."""
 
-    def require(self) -> None:
+    def import_library(self) -> None:
         """Import the engine's library. Raises EngineError or UnsupportedVersionError if that fails."""
 
     def compile_operations(self) -> None:
@@ -261,7 +261,7 @@ class Engine(abc.ABC):
     def shards_of(self, model: nn.Module, parallelism: Parallelism, rank: int) -> dict[str, Shard]:
         """Return the current shards of a live model by parameter name, aliases included.
 
-        Other parameters are whole on every rank. ``Shard.held`` is this rank's place among replicas.
+        Other parameters are whole on every rank. ``Shard.replica`` is this rank's place among replicas.
         """
 
     @classmethod

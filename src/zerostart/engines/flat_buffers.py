@@ -41,7 +41,7 @@ def exchanges(exchange: bool | None, world_size: int) -> bool:
 
 
 @dataclass(frozen=True)
-class Family:
+class ParameterSet:
     """Parameters that share buffers, since the same ranks partition their optimizer state."""
 
     parameters: Mapping[str, nn.Parameter]
@@ -56,9 +56,9 @@ class Family:
 class Buffer:
     """Flat buffer that is not yet allocated."""
 
-    family: Family
+    members: ParameterSet
     dtype: torch.dtype
-    #: Parameters of ``dtype`` of the family, in their order in the buffer.
+    #: Parameters of ``dtype`` of the set, in their order in the buffer.
     names: tuple[str, ...]
     #: Offsets of the parameters in the buffer.
     group: FlatGroup
@@ -68,7 +68,7 @@ class Buffer:
         """Number of elements of the buffer, padding included."""
         # The optimizer may form other groups: leave room to align the start of each parameter and the end of
         # each group.
-        step, partitions = ALIGNMENT // self.dtype.itemsize, self.family.rules.partitions
+        step, partitions = ALIGNMENT // self.dtype.itemsize, self.members.rules.partitions
         padding = len(self.group.numels) * step + GROUPS * (step + 2 * partitions)
         return self.group.numel + padding + -(self.group.numel + padding) % step
 
@@ -80,21 +80,21 @@ class Buffer:
     @property
     def received(self) -> int:
         """Bytes that a rank receives when ranks exchange the buffer."""
-        if not self.family.exchange:
+        if not self.members.exchange:
             return 0
-        return (self.group.numel - self.group.numel // self.family.rules.partitions) * self.dtype.itemsize
+        return (self.group.numel - self.group.numel // self.members.rules.partitions) * self.dtype.itemsize
 
 
-def families_of(
+def find_parameter_sets(
     parameters: Mapping[str, nn.Parameter],
     rules: FlatRules,
     exchange: bool,
     parallelism: Parallelism,
     rank: int,
-) -> list[Family]:
-    """Group the parameters of ``rank`` into families with common buffers.
+) -> list[ParameterSet]:
+    """Group the parameters of ``rank`` by the ranks that partition their optimizer state.
 
-    Expert-parallel parameters are one family. Those of DeepSpeed's ``MoE`` (``param.allreduce`` is False) are
+    Expert-parallel parameters are one set. Those of DeepSpeed's ``MoE`` (``param.allreduce`` is False) are
     another, since values differ between ranks. Neither is exchanged, and with tensor parallelism nothing is.
     A parameter that is not yet split is replaced by one on meta in its final shape.
     """
@@ -114,13 +114,14 @@ def families_of(
         if name not in own and name not in experts
     }
     slices = {name: held_layouts(parallelism, name) for name in dense if name in tensors}
-    families = [Family(dense, rules, exchange and not slices, slices), Family(own, rules, False)]
+    shared = exchange and not slices
+    sets = [ParameterSet(dense, rules, shared, slices), ParameterSet(own, rules, False)]
     if experts:
         layouts = {name: held_layouts(parallelism, name) for name in experts}
         # Only these ranks have the same experts, so they partition the optimizer state.
         owners = parallelism.mesh.expert_data(rank)[1]
-        families.append(Family(experts, replace(rules, partitions=owners), False, layouts))
-    return families
+        sets.append(ParameterSet(experts, replace(rules, partitions=owners), False, layouts))
+    return sets
 
 
 def _cut(name: str, parameter: nn.Parameter, parallelism: Parallelism, rank: int) -> nn.Parameter:
@@ -138,21 +139,21 @@ def held_layouts(parallelism: Parallelism, name: str) -> Callable[[int], Layout]
 
 def _held_layout(parallelism: Parallelism, name: str, rank: int) -> Layout:
     section = parallelism.section(name, parallelism.shapes[name], rank)
-    return section.holds(replicated(section.shape))
+    return section.expand(replicated(section.shape))
 
 
-def buffers_of(families: Sequence[Family]) -> list[Buffer]:
-    """Make one buffer for each family and dtype; trained parameters come first."""
+def buffers_of(sets: Sequence[ParameterSet]) -> list[Buffer]:
+    """Make one buffer for each set and dtype; trained parameters come first."""
     buffers = []
-    for family in families:
-        parameters = family.parameters
+    for members in sets:
+        parameters = members.parameters
         for dtype in dict.fromkeys(parameter.dtype for parameter in parameters.values()):
             names = [name for name, p in parameters.items() if p.dtype == dtype]
             # The optimizer needs trained parameters in one range. The sort is stable: it keeps the model's
             # order otherwise.
             names.sort(key=lambda name: not parameters[name].requires_grad)
             numels = [prod(parameters[name].shape) for name in names]
-            buffers.append(Buffer(family, dtype, tuple(names), family.rules.group(numels, dtype.itemsize)))
+            buffers.append(Buffer(members, dtype, tuple(names), members.rules.group(numels, dtype.itemsize)))
     return buffers
 
 
@@ -170,18 +171,18 @@ def whole_placements(
     """
     size = rules.partitions
     # Rank 0 has as many experts as any rank.
-    families = families_of(parameters, rules, exchanges(exchange, size), parallelism, 0)
-    buffers = buffers_of(families)
+    sets = find_parameter_sets(parameters, rules, exchanges(exchange, size), parallelism, 0)
+    buffers = buffers_of(sets)
     nbytes = sum(buffer.nbytes for buffer in buffers)
     fit = MemoryFit.here(default_device())
     # Ranks of a machine share one host memory; each accelerator has its own.
     fits = [fit] * (min(size, RANKS_OF_A_MACHINE) if fit.on_host else 1)
     parts: dict[str, Callable[[int], Layout]] = {}
-    exchanged = [buffer for buffer in buffers if buffer.family.exchange]
+    exchanged = [buffer for buffer in buffers if buffer.members.exchange]
     for buffer in exchanged:
         for place, name in enumerate(buffer.names):
             parts[name] = buffer.group.share(place, parameters[name].shape, size)
-    layouts = {name: at for family in families for name, at in family.layouts.items()}
+    layouts = {name: at for members in sets for name, at in members.layouts.items()}
     runs, mesh = {**parts, **layouts}, parallelism.mesh
 
     def alike(name: str) -> Hashable:
@@ -196,7 +197,7 @@ def whole_placements(
         alike=alike,
         twin=twin,
         homes=dict.fromkeys(parameters, DEVICE),
-        held=nbytes,
+        resident_bytes=nbytes,
         gathered=sum(buffer.received for buffer in exchanged),
         residence=residence_of(nbytes, fits, waits, zero_stage > 0),
     )
@@ -238,8 +239,8 @@ class FlatBufferShards:
     def _buffers(self, model: nn.Module, names: Sequence[str]) -> list[Buffer]:
         included = set(names)
         parameters = {n: p for n, p in model.named_parameters() if n in included}
-        rank = self._world.rank
-        return buffers_of(families_of(parameters, self._rules, self._exchange, self._parallelism, rank))
+        options = self._rules, self._exchange, self._parallelism, self._world.rank
+        return buffers_of(find_parameter_sets(parameters, *options))
 
     def shard(self, model: nn.Module, names: Sequence[str]) -> list[Shard]:
         """Move each parameter into a buffer; return the shards that this rank reads."""
@@ -250,22 +251,22 @@ class FlatBufferShards:
             numel = buffer.group.numel
             for low, high in [*buffer.group.gaps(), (numel, flat.numel())]:
                 flat[low:high].zero_()
-            if buffer.family.exchange:
+            if buffer.members.exchange:
                 self._gathered.append(flat[:numel])
             for place, (name, offset) in enumerate(zip(buffer.names, buffer.group.offsets, strict=True)):
-                old = buffer.family.parameters[name]
+                old = buffer.members.parameters[name]
                 whole = flat[offset : offset + old.numel()]
                 made[name] = self._shard(name, buffer, place, whole)
-                new[id(old)] = self.make_parameter(old, whole, name, buffer.family)
+                new[id(old)] = self.make_parameter(old, whole, name, buffer.members)
         replace_everywhere(model, new)
         return [made[name] for name in names]
 
     def _shard(self, name: str, buffer: Buffer, place: int, whole: torch.Tensor) -> Shard:
-        family, group = buffer.family, buffer.group
-        shape = tuple(family.parameters[name].shape)
+        members, group = buffer.members, buffer.group
+        shape = tuple(members.parameters[name].shape)
         rank, size = self._world.rank, self._world.size
-        if not family.exchange:
-            layout = family.layouts.get(name) or (lambda _: replicated(shape))
+        if not members.exchange:
+            layout = members.layouts.get(name) or (lambda _: replicated(shape))
             return Shard(name, layout(rank), whole, layout)
         at = group.share(place, shape, size)
         # Start of this rank's share of the buffer within the parameter, clamped to it.
@@ -274,7 +275,7 @@ class FlatBufferShards:
         return Shard(name, at(rank), part, at, local=replicated(shape))
 
     def make_parameter(
-        self, old: nn.Parameter, whole: torch.Tensor, name: str, family: Family
+        self, old: nn.Parameter, whole: torch.Tensor, name: str, members: ParameterSet
     ) -> nn.Parameter:
         """Return ``old`` with the 1-D ``whole`` as its memory."""
         # ``detach`` would share the version of all parameters of the buffer: autograd would take a change of

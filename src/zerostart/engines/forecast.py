@@ -83,7 +83,7 @@ class ParameterBytes:
 
 
 @dataclass(frozen=True)
-class Target:
+class Hardware:
     """The hardware that the ranks run on."""
 
     #: Without one the device is the host, memory counts once it is written to, and gloo takes a copy of what
@@ -105,7 +105,7 @@ class MemoryPeak:
     host: Sizes = field(default_factory=dict)
     device: Sizes = field(default_factory=dict)
 
-    def on(self, target: Target) -> MemoryPeak:
+    def on(self, target: Hardware) -> MemoryPeak:
         """The moment with the device's memory on the host, if there is no accelerator."""
         if target.accelerator:
             return self
@@ -119,7 +119,7 @@ class MemoryInputs:
 
     shares: ParameterBytes
     optimizer: OptimizerCost
-    target: Target
+    target: Hardware
     #: Bytes of a rank's flat buffers; 0 if the engine has none.
     flat_bytes: int = 0
 

@@ -40,7 +40,7 @@ def run_checkpointed(
     # Without gradients nothing is saved or computed again.
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    call = _Call.of(function, args, kwargs)
+    call = _CheckpointedCall.of(function, args, kwargs)
     hooks = torch.autograd.graph.saved_tensors_hooks(_Saved, _Saved.value)
     with hooks if offload else contextlib.nullcontext():
         return torch_checkpoint.checkpoint(call.run, *call.tensors, use_reentrant=False)
@@ -120,7 +120,7 @@ def _recompute_first(results: list[torch.Tensor], inputs: Iterable[torch.Tensor]
 
 
 @dataclass
-class _Call:
+class _CheckpointedCall:
     """A call taken apart: its argument ``leaves`` in the order of ``spec``, without tensors.
 
     ``tensors[i]`` belongs at ``leaves[places[i]]``; ``callers`` are the arguments as the caller has them.
@@ -136,7 +136,7 @@ class _Call:
     @classmethod
     def of(
         cls, function: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]
-    ) -> _Call:
+    ) -> _CheckpointedCall:
         callers = (args, dict(kwargs))
         leaves, spec = tree_flatten(callers, is_leaf=_is_cache)
         places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]

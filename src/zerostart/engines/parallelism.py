@@ -144,7 +144,7 @@ def _modules(model: nn.Module) -> list[str]:
 # Ranks that share tensors draw the same numbers, so that dropout is equal on all of them.
 
 
-def share_draws(model: nn.Module, group: dist.ProcessGroup) -> None:
+def share_random_states(model: nn.Module, group: dist.ProcessGroup) -> None:
     """Use one random state on all ranks of ``group`` in each training forward.
 
     All these ranks take part in each training forward. In evaluation nothing is drawn, so ranks do not wait.
@@ -153,12 +153,12 @@ def share_draws(model: nn.Module, group: dist.ProcessGroup) -> None:
     # A function, not a partial: copying the model would copy the partial's group, which fails.
     def begin(module: nn.Module, _: object) -> None:
         if module.training:
-            _draw_alike(group)
+            _share_random_state(group)
 
     model.register_forward_pre_hook(begin)
 
 
-def _draw_alike(group: dist.ProcessGroup) -> None:
+def _share_random_state(group: dist.ProcessGroup) -> None:
     device = default_device()
     backend: ModuleType = torch if device.type == "cpu" else torch.get_device_module(device)
     arguments = () if device.type == "cpu" else (device,)
@@ -171,7 +171,7 @@ def _draw_alike(group: dist.ProcessGroup) -> None:
 
 
 def check_heads(model: nn.Module, size: int) -> None:
-    """Raise ConfigError unless ``size`` ranks can share the heads of ``model`` (on meta)."""
+    """Raise ConfigError unless ``size`` ranks can share the heads of ``model``."""
     attention = _attention(model, size)
     if attention.implementation != "sdpa" and "flash" not in attention.implementation:
         raise _refused(model, size, f"the attention implementation {attention.implementation!r}", _ATTENTION)

@@ -32,7 +32,7 @@ class Placements:
     #: The home of each parameter.
     homes: Mapping[str, str]
     #: Bytes of all parameters on each rank's device, if that is more than it reads; otherwise None.
-    held: int | None = None
+    resident_bytes: int | None = None
     #: Bytes that each rank receives from the others after reading.
     gathered: int = 0
     #: Residence of whole parameters if all machines were like this one.

@@ -26,11 +26,11 @@ class Shard:
     at: Callable[[int], Layout]
     #: Index of this rank among its replicas, and their number. Replicas divide work that is needed only once,
     #: such as writing.
-    held: tuple[int, int] = (0, 1)
+    replica: tuple[int, int] = (0, 1)
     #: Layout of the rank's final tensor if the shard is only the part that it reads; otherwise None.
     local: Layout | None = None
-    #: Like ``held``, for the part of the shard that the rank's optimizer updates.
-    stepped: tuple[int, int] = (0, 1)
+    #: Like ``replica``, for the part of the shard that the rank's optimizer updates.
+    optimizer_replica: tuple[int, int] = (0, 1)
 
 
 def replace_everywhere(model: nn.Module, new: dict[int, nn.Parameter]) -> None:
@@ -114,7 +114,7 @@ def first_rank_shard(name: str, tensor: torch.Tensor, world: World) -> Shard:
     """
     shard = whole_shard(name, tensor, world)
     layout = shard.layout if world.rank == 0 else Layout(shard.layout.shape, 0, 0, ())
-    return replace(shard, layout=layout, held=(0, 1))
+    return replace(shard, layout=layout, replica=(0, 1))
 
 
 def full_shape(parameter: torch.Tensor) -> torch.Size:

@@ -13,7 +13,13 @@ import torch
 from torch import nn
 
 from zerostart.errors import ConfigError
-from zerostart.upstream.torch.stepped import Member, Stepped, has_taken, plain_steps, watch_steps
+from zerostart.upstream.torch.optimizer_steps import (
+    Member,
+    SteppedTensor,
+    has_taken,
+    plain_steps,
+    watch_steps,
+)
 
 #: Counts of steps, scales and names of an engine, as JSON values.
 Counters: TypeAlias = dict[str, Any]
@@ -48,7 +54,7 @@ class TrainingState(abc.ABC):
 
     #: True if the engine makes the tensors that its optimizer steps, and ends accumulation windows.
     owns_optimizer: bool = False
-    steps: Sequence[Stepped]
+    steps: Sequence[SteppedTensor]
 
     @property
     def parameters(self) -> list[torch.Tensor]:
@@ -166,7 +172,7 @@ def check_accumulation(before: object, now: object, library: str, source: str) -
         )
 
 
-def members_of(steps: Iterable[Stepped]) -> list[Member]:
+def members_of(steps: Iterable[SteppedTensor]) -> list[Member]:
     """List the stepped runs of parameters, in the order of an engine's gradients."""
     return [member for step in steps for member in step.members]
 

@@ -24,7 +24,7 @@ from zerostart.geometry.pieces import (
     whole,
 )
 from zerostart.geometry.regions import Region, regions, split_region
-from zerostart.geometry.tiling import view_within, without
+from zerostart.geometry.tiling import subtract_box, view_within
 
 __all__ = [
     "Box",
@@ -51,5 +51,5 @@ __all__ = [
     "stack",
     "view_within",
     "whole",
-    "without",
+    "subtract_box",
 ]

@@ -1,8 +1,8 @@
 """Strided runs of a row-major order as boxes of a tensor.
 
-A copy addresses a tensor by element number. A tensor that has to be computed first is wanted as boxes.
-Dimensions are split where a stride asks for it (``n`` into ``n / q`` and ``q``), so that a box holds few or
-no elements that the copy does not want.
+A copy addresses a tensor by element number. A computed tensor is needed as boxes. Dimensions are
+split where a stride requires it (``n`` into ``n / q`` and ``q``), so that a box has few elements that the
+copy does not need.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def regions(shape: Sequence[int], copy: Copy) -> Iterator[Region]:
 
 
 def split_region(region: Region, limit: int) -> Iterator[Region]:
-    """``region``, one of ``regions``, in parts whose boxes have at most ``limit`` elements."""
+    """Split ``region`` into parts whose boxes have at most ``limit`` elements."""
     moving = [number for number, loop in enumerate(region.loops) if loop[1]]
     if region.box.numel <= limit or not moving:
         yield region
@@ -109,7 +109,7 @@ def _boxes(
         dim, step = _dimension(shape, strides, stride)
         # The loop carries if it and the other loops have more steps than this dimension has room for.
         if size > -(-(shape[dim] - origin[dim] - (extent[dim] - 1)) // step):
-            for first, part in _cut(loops[number], shape[dim], step, origin[dim], extent[dim] - 1):
+            for first, part in _split_at_rows(loops[number], shape[dim], step, origin[dim], extent[dim] - 1):
                 inner_loops = [*loops[:number], *part, *loops[number + 1 :]]
                 _, source, place = loops[number]
                 yield from _boxes(factors, shape, start + first * source, to + first * place, inner_loops)
@@ -124,10 +124,10 @@ def _boxes(
     yield Region(factors, Box(tuple(origin), tuple(extent)), to, local)
 
 
-def _cut(loop: Loop, rows: int, step: int, at: int, taken: int) -> Iterator[tuple[int, list[Loop]]]:
+def _split_at_rows(loop: Loop, rows: int, step: int, at: int, inner: int) -> Iterator[tuple[int, list[Loop]]]:
     """Cut a loop that exceeds its dimension of ``rows``: yield ``(first step, loops)``.
 
-    ``at`` is its start in the dimension, and ``taken`` the extent of other loops there.
+    ``at`` is its start in the dimension, and ``inner`` the extent of other loops there.
     """
     size, stride, place = loop
     first = 0
@@ -135,13 +135,13 @@ def _cut(loop: Loop, rows: int, step: int, at: int, taken: int) -> Iterator[tupl
         row = (at + first * step) % rows
         remaining = size - first
         steps_per_row = rows // step
-        if rows % step == 0 and row < step and not taken and remaining >= steps_per_row:
+        if rows % step == 0 and row < step and not inner and remaining >= steps_per_row:
             whole = remaining // steps_per_row
             outer = [(whole, stride * steps_per_row, place * steps_per_row)] if whole > 1 else []
             yield first, [*outer, (steps_per_row, stride, place)] if steps_per_row > 1 else outer
             first += whole * steps_per_row
             continue
-        count = max(1, min(remaining, -(-(rows - row - taken) // step)))
+        count = max(1, min(remaining, -(-(rows - row - inner) // step)))
         yield first, [(count, stride, place)] if count > 1 else []
         first += count
 

@@ -19,15 +19,15 @@ from zerostart.geometry.copies import Box
 Strided = tuple[int, tuple[tuple[int, int], ...]]
 
 #: Maximum number of addresses to check one by one, if no reduction decides.
-COUNTED = 1 << 22
+MAX_COUNTED_ADDRESSES = 1 << 22
 
 
 def tiles(fragments: Iterable[Strided], count: int) -> bool:
     """Return True if fragments cover exactly the addresses ``[0, count)``, each once.
 
-    Return False too for more than ``COUNTED`` addresses in an order that no reduction handles.
+    Return False too for more than ``MAX_COUNTED_ADDRESSES`` addresses in an order that no reduction handles.
     """
-    merged = [(start, _merged(loops)) for start, loops in fragments]
+    merged = [(start, _merge(loops)) for start, loops in fragments]
     if any(stride < 1 for _, loops in merged for _, stride in loops):
         return False
     # If there are as many elements as addresses, it is enough that each address is covered.
@@ -58,12 +58,12 @@ def _tile(fragments: Sequence[Strided], low: int, high: int) -> bool:
         if period is not None:
             pending.append(([(start, loops[1:]) for start, loops in here], low, low + period))
         # 3. Otherwise check every address.
-        elif not _counted(here, low, high):
+        elif not _check_addresses(here, low, high):
             return False
     return True
 
 
-def _merged(loops: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+def _merge(loops: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     out: list[tuple[int, int]] = []
     for size, stride in sorted(loops, key=lambda loop: -loop[1]):
         if size == 1:
@@ -117,8 +117,8 @@ def _period(fragments: Sequence[Strided], length: int) -> int | None:
     return first[0][1]
 
 
-def _counted(fragments: Sequence[Strided], low: int, high: int) -> bool:
-    if high - low > COUNTED:
+def _check_addresses(fragments: Sequence[Strided], low: int, high: int) -> bool:
+    if high - low > MAX_COUNTED_ADDRESSES:
         return False
     import numpy as np  # only here, since reading a catalog does not need it
 
@@ -153,7 +153,7 @@ class View:
     #: Shape after the join: the view's dimensions, sorted from the largest stride to the smallest.
     joined: Ints
     #: Joined dimensions in the view's order, without those of size 1.
-    turned: Ints
+    permutation: Ints
     #: The view's shape.
     shape: Ints
     #: Box of the base that the view covers, in the base's order; None if it is not a box.
@@ -206,11 +206,11 @@ def view_within(
     if remaining > 1 or waiting:
         return None
     joined = [n for _, n, _ in loops]
-    turned = [next(i for i, (_, _, at) in enumerate(loops) if at == d) for d in moving]
+    permutation = [next(i for i, (_, _, at) in enumerate(loops) if at == d) for d in moving]
     box = _box(order, sizes, dense, bounds, split, starts, counts)
     return View(
         *(tuple(order), tuple(split), tuple(starts), tuple(counts)),
-        *(tuple(joined), tuple(turned), tuple(view_shape), box),
+        *(tuple(joined), tuple(permutation), tuple(view_shape), box),
     )
 
 
@@ -235,13 +235,13 @@ def _box(
     return Box(tuple(origin), tuple(extent))
 
 
-def without(box: Box, other: Box) -> list[Box]:
-    """Return disjoint boxes that cover ``box`` without ``other``."""
+def subtract_box(box: Box, cover: Box) -> list[Box]:
+    """Return disjoint boxes that cover ``box`` without ``cover``."""
     boxes: list[Box] = []
     origin, extent = list(box.origin), list(box.extent)
     for d in range(len(origin)):
         low, high = origin[d], origin[d] + extent[d]
-        start, stop = max(low, other.origin[d]), min(high, other.origin[d] + other.extent[d])
+        start, stop = max(low, cover.origin[d]), min(high, cover.origin[d] + cover.extent[d])
         if start >= stop:
             return [box]
         for at, end in ((low, start), (stop, high)):

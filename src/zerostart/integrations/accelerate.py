@@ -117,8 +117,8 @@ def load_checkpoint(
     keeps_schedule = not load_lr_scheduler_states and hasattr(schedule, "state_dict")
     # restore_state also loads the schedule: undo that if the caller did not request it.
     schedule_state = schedule.state_dict() if keeps_schedule else None
-    stepped = load_optimizer_states and not load_module_only
-    extra = restore_state(path, engine, None, stepped=stepped, counters=not load_module_only)
+    with_optimizer = load_optimizer_states and not load_module_only
+    extra = restore_state(path, engine, None, with_optimizer=with_optimizer, counters=not load_module_only)
     if schedule_state is not None:
         schedule.load_state_dict(schedule_state)
     return str(path), _client_state(extra or {}, current_world())

@@ -40,8 +40,8 @@ from zerostart.upstream.diffsynth.loading import DiffSynthSeam
 from zerostart.upstream.diffusers.loading import DiffusersSeam
 from zerostart.upstream.guard import is_first_rank
 from zerostart.upstream.saving_calls import SavingCalls
-from zerostart.upstream.torch.stepped import adopted_steps
-from zerostart.upstream.transformers.distributed import flag_notes
+from zerostart.upstream.torch.optimizer_steps import adopted_steps
+from zerostart.upstream.transformers.distributed import flag_records
 from zerostart.upstream.transformers.loading import TransformersSeam
 from zerostart.upstream.types import Accelerator
 
@@ -243,7 +243,7 @@ def _read_keys(path: str) -> dict[str, object] | None:
 
 def _wait_for_everyone(original: Any, **call: object) -> object:
     """Record that this rank waits in accelerate's ``wait_for_everyone``."""
-    barrier.note_wait()
+    barrier.record_wait()
     return original()
 
 
@@ -281,7 +281,7 @@ _saving = SavingCalls(
         "BasePipeline.load_lora": diffsynth.load_lora,
     }
 )
-_overrides: list[Any] = [_transformers, flag_notes, _diffusers, _diffsynth, _accelerate, _saving]
+_overrides: list[Any] = [_transformers, flag_records, _diffusers, _diffsynth, _accelerate, _saving]
 
 
 def add_override(override: Any) -> None:

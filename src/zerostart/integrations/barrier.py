@@ -20,7 +20,7 @@ import torch.distributed as dist
 from zerostart.distributed.failures import await_ranks, name_ranks
 from zerostart.distributed.world import current_world
 from zerostart.errors import ConfigError
-from zerostart.upstream.torch.process_group import patience, store_of
+from zerostart.upstream.torch.process_group import group_timeout, store_of
 
 _ALONE, _TOGETHER = "alone", "together"
 _SAME_CALL_HINT = (
@@ -113,7 +113,7 @@ class _Calls:
                 f"{call} was called on this rank, but something else on another rank: {_SAME_CALL_HINT}"
             )
 
-    def note_wait(self) -> None:
+    def record_wait(self) -> None:
         """Record that this rank will wait for everyone."""
         self.store.set(f"waited/{self.count('waits', 1)}", "")
 
@@ -131,7 +131,7 @@ def _current_calls() -> _Calls | None:
         return None
     group, world = dist.group.WORLD, current_world()
     if group not in _calls:
-        _calls[group] = _Calls(store_of("zerostart"), world.rank, world.size, patience().total_seconds())
+        _calls[group] = _Calls(store_of("zerostart"), world.rank, world.size, group_timeout().total_seconds())
     return _calls[group]
 
 
@@ -165,11 +165,11 @@ def join_save(directory: str | os.PathLike[str]) -> bool:
     return calls is None or (calls.follow if calls.rank else calls.lead)(os.fspath(directory))
 
 
-def note_wait() -> None:
+def record_wait() -> None:
     """Record that this rank will wait for everyone."""
     calls = _current_calls()
     if calls is not None:
-        calls.note_wait()
+        calls.record_wait()
 
 
 def _diverged_error(directory: str, rank: int, theirs: str) -> ConfigError:

@@ -12,7 +12,7 @@ from torch import nn
 
 from zerostart import engines
 from zerostart.checkpoint.formats.torch_zip import read_torch_file
-from zerostart.checkpoint.source import Files
+from zerostart.checkpoint.source import WeightFiles
 from zerostart.distributed.world import World, current_world
 from zerostart.engines import Shard, first_rank_shard
 from zerostart.errors import ConfigError, CoverageError
@@ -79,7 +79,7 @@ class DiffSynthLoad(InterceptedLoad):
         errors of ``zerostart.load``.
         """
         if self._left_to_diffsynth:
-            with engines.contexts_aside():
+            with engines.suspended_contexts():
                 model = original()
             if self._stays_whole:
                 keep_whole(model)
@@ -119,7 +119,7 @@ class DiffSynthLoad(InterceptedLoad):
                 )
             return state_dict
         paths = [path] if isinstance(path, str) else list(path)
-        return Files(tuple(map(str, paths)), ", ".join(map(str, paths)))
+        return WeightFiles(tuple(map(str, paths)), ", ".join(map(str, paths)))
 
 
 def _without_integers(model: nn.Module, dtype: torch.dtype) -> nn.Module:

@@ -17,7 +17,7 @@ from torch import nn
 
 from zerostart.checkpoint.formats.pipeline import Component, components
 from zerostart.checkpoint.paths import shown_record
-from zerostart.checkpoint.source import Files, resolve_source
+from zerostart.checkpoint.source import WeightFiles, resolve_source
 from zerostart.checkpoint.strict_json import read_json
 from zerostart.checkpoint.usual_names import PIPELINE_INDEX
 from zerostart.distributed.world import default_device, joined_world
@@ -46,7 +46,7 @@ class DiffusersLoad(InterceptedLoad):
     """Load by diffusers' rules: the model's constructor initialises missing tensors."""
 
     refused: Mapping[str, str] = {
-        "device_map": "the ranks share the model out by themselves",
+        "device_map": "the ranks divide the model themselves",
         "max_memory": "it belongs to device_map",
         "offload_folder": "it belongs to device_map",
         "offload_state_dict": "it belongs to device_map",
@@ -76,7 +76,7 @@ class DiffusersLoad(InterceptedLoad):
                 "not quantised"
             )
         built = Built(model, self._log, self._setup.dtype or options.get("dtype"), True, library_of(model))
-        source = Files(tuple(files), str(name))
+        source = WeightFiles(tuple(files), str(name))
         findings = self._load(source, built, None, bool(options.get("ignore_mismatched_sizes")))
         self._on_loaded(model, self.setup)
         return findings

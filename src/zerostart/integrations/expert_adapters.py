@@ -23,7 +23,7 @@ from zerostart.engines.shard import full_shape, plain_name
 from zerostart.errors import ConfigError
 from zerostart.geometry.layout import Ranges
 from zerostart.live.model import get_record, remember_load
-from zerostart.upstream.torch.tensors import over
+from zerostart.upstream.torch.tensors import wrap_local
 
 #: The attributes with the factors, and the dimension of each factor that has the experts.
 _FACTORS = {"lora_A": 0, "lora_B": 1}
@@ -128,7 +128,7 @@ def _slice_loaded(
         return
     own = torch.cat([whole.narrow(cut.dim, low, high - low) for low, high in cut.ranks[rank]], cut.dim)
     if isinstance(current, DTensor):
-        own = over(current, own.to(current.device, current.dtype))
+        own = wrap_local(current, own.to(current.device, current.dtype))
     state[f"{prefix}weight"] = own
 
 

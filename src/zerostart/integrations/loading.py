@@ -79,7 +79,7 @@ class InterceptedLoad:
     def _logged(self) -> Iterator[None]:
         # Suspend an open zero.Init: the model is built on the meta device, and the load shards it. The log
         # records the constructor's operators, which initialise tensors that the checkpoint lacks.
-        with engines.contexts_aside(), self._log:
+        with engines.suspended_contexts(), self._log:
             yield
 
     @contextlib.contextmanager

@@ -38,7 +38,7 @@ def _walk(model: nn.Module, rank: int | None) -> Iterator[tuple[str, torch.Tenso
         plain_names = live.plain_names
         for name, tensor, _ in state_names(live.module):
             shard, plain = live.sharded.get(id(tensor)), plain_names[name]
-            if shard is not None and shard.held == (world.rank, world.size):
+            if shard is not None and shard.replica == (world.rank, world.size):
                 # Every rank holds the whole tensor.
                 tensor, shard = shard.storage.view(shard.layout.shape), None
             if shard is None:

@@ -15,7 +15,7 @@ from zerostart.engines import (
     Member,
     OptimizerState,
     Shard,
-    Stepped,
+    SteppedTensor,
     TrainingState,
     engine_families,
     replace_storage,
@@ -59,7 +59,7 @@ class LiveTraining(LiveModel):
         super().__init__(model, world)
 
     @property
-    def steps(self) -> Sequence[Stepped]:
+    def steps(self) -> Sequence[SteppedTensor]:
         """Tensors that the optimizer steps: parameters, or masters of runs of them."""
         return self.state.steps
 
@@ -108,13 +108,13 @@ class LiveTraining(LiveModel):
             name = self.name_of(member.parameter)
             yield StateTensor(name, "gradient", member_shard(member, self.shards[name], gradient))
 
-    def _members(self, step: Stepped, key: str, values: torch.Tensor) -> Iterator[StateTensor]:
+    def _members(self, step: SteppedTensor, key: str, values: torch.Tensor) -> Iterator[StateTensor]:
         for member in step.members:
             name = self.name_of(member.parameter)
             yield StateTensor(name, key, member_shard(member, self.shards[name], values))
 
     def _is_replicated(self, parameter: torch.Tensor) -> bool:
-        return not isinstance(parameter, DTensor) and self.shards[self.name_of(parameter)].held[1] > 1
+        return not isinstance(parameter, DTensor) and self.shards[self.name_of(parameter)].replica[1] > 1
 
 
 def member_shard(member: Member, shard: Shard, values: torch.Tensor) -> Shard:
@@ -134,10 +134,10 @@ def member_shard(member: Member, shard: Shard, values: torch.Tensor) -> Shard:
         return replace(shard, storage=storage)
     layout = narrow_layout(shard.layout, member.first, member.first + member.count)
     # The other ranks' runs have no elements in common with this one, and are not needed here.
-    return Shard(shard.name, layout, storage, lambda _: layout, shard.stepped)
+    return Shard(shard.name, layout, storage, lambda _: layout, shard.optimizer_replica)
 
 
-def is_elementwise(step: Stepped) -> bool:
+def is_elementwise(step: SteppedTensor) -> bool:
     """Return True if each state tensor has one plain element for each stepped element."""
     tensors = [value for value in step.state.values() if isinstance(value, torch.Tensor) and value.dim()]
     if not step.tensor.dim():
@@ -149,7 +149,7 @@ def _keeps_others(value: torch.Tensor) -> bool:
     return hasattr(value.to_local() if isinstance(value, DTensor) else value, "__tensor_flatten__")
 
 
-def is_number(key: str, value: object, step: Stepped) -> bool:
+def is_number(key: str, value: object, step: SteppedTensor) -> bool:
     """Return True if a state entry is a number, equal for all elements."""
     if isinstance(value, (bool, int, float)) or value is None:
         return True

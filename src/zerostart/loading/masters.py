@@ -49,7 +49,7 @@ class Masters:
         self._tuning = tuning
         # Only files with rounded parameters must stay unchanged.
         used = {catalog.tensors[n].file for r, *_ in self._shares.values() for n in find_leaves(r.pieces)}
-        self._catalog = replace(catalog, storage=catalog.storage.kept(used))
+        self._catalog = replace(catalog, storage=catalog.storage.detach(used))
 
     def read(self, outputs: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Fill each 1-D tensor with this rank's shard of the named parameter.
@@ -72,7 +72,7 @@ class Masters:
     def _read(self, shares: Iterable[tuple[str, Layout, torch.Tensor]]) -> None:
         world = current_world()
         with world.phase("reading fp32 masters"):
-            storage = self._catalog.storage.recalled(_PURPOSE)
+            storage = self._catalog.storage.reattach(_PURPOSE)
             items = list(shares)
             requests = [self._request(*item) for item in items]
             plan = join(replace(self._catalog, storage=storage), requests, self._tuning.options())

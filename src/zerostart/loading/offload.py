@@ -58,7 +58,7 @@ class FileWeights:
         self._recipes = dict(recipes)
         self._tuning = tuning
         used = {catalog.tensors[n].file for r in self._recipes.values() for n in find_leaves(r.pieces)}
-        self._catalog = replace(catalog, storage=catalog.storage.kept(used))
+        self._catalog = replace(catalog, storage=catalog.storage.detach(used))
         # Plans by names and dtypes of the fetched tensors: every step fetches the same layers.
         self._plans: dict[tuple[tuple[str, torch.dtype], ...], Plan] = {}
 
@@ -68,7 +68,7 @@ class FileWeights:
         if key not in self._plans:
             self._plans[key] = self._plan(outputs)
         plan = self._plans[key]
-        storage, tuning = self._catalog.storage.recalled(_PURPOSE), self._tuning.fit_to_plan(plan)
+        storage, tuning = self._catalog.storage.reattach(_PURPOSE), self._tuning.fit_to_plan(plan)
         reader = storage.reader(cold=tuning.cold)
         progress = Progress(plan.read_bytes, False)
         execute(plan, list(outputs.values()), progress, tuning.threads, reader, tuning.depth)

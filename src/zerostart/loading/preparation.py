@@ -45,7 +45,7 @@ _LISTS = (list, tuple, set, frozenset)
 @contextlib.contextmanager
 def isolated() -> Iterator[None]:
     """Suspend the engine contexts of the caller (``zero.Init``) and garbage collection."""
-    with no_garbage_collection(), engines.contexts_aside():
+    with no_garbage_collection(), engines.suspended_contexts():
         yield
 
 
@@ -72,7 +72,7 @@ def prepare(
     with clock.phase("build"), world.phase("building the model"):
         check_model(request.model, request.source, catalog)
         with importing():
-            models.require(request.model, catalog.root, _shapes(catalog))
+            models.import_code(request.model, catalog.root, _shapes(catalog))
         built, aliases = _build(request, engine, catalog)
         if world.rank == 0:
             check_configuration(catalog)

@@ -22,10 +22,10 @@ from zerostart.recipe import main_dtype
 from zerostart.transfer import MIN_CHUNK, Tuning, tune
 
 if TYPE_CHECKING:
-    from zerostart.checkpoint.source import Files
+    from zerostart.checkpoint.source import WeightFiles
     from zerostart.models import ModelLike as ModelLike
 
-    Source: TypeAlias = str | os.PathLike[str] | Files | Mapping[str, torch.Tensor] | None
+    Source: TypeAlias = str | os.PathLike[str] | WeightFiles | Mapping[str, torch.Tensor] | None
     Converter: TypeAlias = (
         Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]] | Sequence[object] | None
     )

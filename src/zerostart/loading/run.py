@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from zerostart.checkpoint.source import Files, check_unchanged
+from zerostart.checkpoint.source import WeightFiles, check_unchanged
 from zerostart.distributed.machine import seconds_since_start
 from zerostart.distributed.world import World, joined_world
 from zerostart.engines import Placements, Residence, ShardMaker
@@ -25,7 +25,7 @@ from zerostart.transfer import PeakMeter, Tuning
 from zerostart.transfer.buffers import release_locked
 from zerostart.transfer.collective import TransferStats, agree_on_strategy
 from zerostart.transfer.planning import join
-from zerostart.upstream.torch.stepped import watch_model
+from zerostart.upstream.torch.optimizer_steps import watch_model
 
 
 def run(request: Request, then: Callable[[nn.Module], None] | None = None) -> nn.Module:
@@ -57,7 +57,7 @@ class _Load:
                     request = request.with_engine()
                     engine = request.resolve(world.size)
                     with self.meter.paused():
-                        engine.require()
+                        engine.import_library()
                 with clock.phase("compile"), self.meter.paused():
                     engine.compile_operations()
             # 1. Prepare catalog, model on meta, recipes and origins: equal on all ranks, no shards yet.
@@ -185,7 +185,7 @@ class _Load:
     def _record(self, prepared: Prepared, placements: Placements, report: Report) -> LoadRecord:
         catalog = prepared.catalog
         # The record lives as long as the model, and must not keep a mapping's tensors alive.
-        catalog = replace(catalog, storage=catalog.storage.kept())
+        catalog = replace(catalog, storage=catalog.storage.detach())
         read = {n: r for n, r in prepared.origins.parameters.items() if isinstance(r, Recipe)}
         # Values of a module or an initialiser cannot be read again.
         recipes = {**read, **prepared.origins.buffers} if prepared.from_checkpoint else {}
@@ -196,6 +196,6 @@ def _finish(request: Request, prepared: Prepared) -> None:
     """Finish the model as its library's own loading does."""
     built, catalog = prepared.built, prepared.catalog
     built.model.eval()
-    named = isinstance(request.source, (str, os.PathLike, Files))
+    named = isinstance(request.source, (str, os.PathLike, WeightFiles))
     name = name_source(request.source, catalog) if named else None
     built.library.finish(built, prepared.recipes, name, catalog)

@@ -15,7 +15,7 @@ from zerostart.checkpoint.catalog import Catalog
 from zerostart.checkpoint.memory import memory_catalog, signature
 from zerostart.checkpoint.settings import settings_here
 from zerostart.checkpoint.source import (
-    Files,
+    WeightFiles,
     fetch_as,
     open_catalog,
     present,
@@ -124,7 +124,7 @@ def check_model(model: Any, source: object, catalog: Catalog) -> None:
 
 def name_source(source: object, catalog: Catalog) -> str:
     """Return the name of the source for messages; equal on all ranks."""
-    if not isinstance(source, (str, os.PathLike, Files)):
+    if not isinstance(source, (str, os.PathLike, WeightFiles)):
         return catalog.storage.name
     storage = catalog.storage
     if storage.folder and any(mark in str(source) for mark in "?@"):  # a signature, a password
@@ -149,7 +149,7 @@ def _kind(source: object) -> str:
         return "None"
     if isinstance(source, Mapping):
         return "mapping"
-    return "path" if isinstance(source, (str, os.PathLike, Files)) else type(source).__name__
+    return "path" if isinstance(source, (str, os.PathLike, WeightFiles)) else type(source).__name__
 
 
 def _check_kinds(kinds: Sequence[str]) -> None:

@@ -16,7 +16,7 @@ from zerostart.checkpoint.source import config_path
 from zerostart.errors import BuildError, ConfigError
 from zerostart.models.aliases import Aliases, recast, replace_all, replace_tensor, state_names
 from zerostart.models.initialise import Program, find_program
-from zerostart.models.library import Built, ModelLibrary, Stored
+from zerostart.models.library import BuildRequest, Built, ModelLibrary
 from zerostart.models.operator_log import OperatorLog
 from zerostart.models.origins import (
     Origins,
@@ -43,7 +43,7 @@ def needs_config(model: ModelLike) -> bool:
     return model is None or (isinstance(model, type) and library_of(model).from_config)
 
 
-def require(model: ModelLike, root: str | None, shapes: Mapping[str, tuple[int, ...]] | None = None) -> None:
+def import_code(model: ModelLike, root: str | None, shapes: Mapping[str, tuple[int, ...]] = {}) -> None:
     """Import the model's library and class. Raises BuildError.
 
     The ``shapes`` of its tensors identify a checkpoint without configuration.
@@ -51,9 +51,9 @@ def require(model: ModelLike, root: str | None, shapes: Mapping[str, tuple[int, 
     if model is None:
         if root and shapes and config_path(root) is None and recognise_tensors(shapes) is not None:
             return
-        library_in(root).require(None, root)
+        library_in(root).import_code(None, root)
     elif isinstance(model, type):
-        library_of(model).require(model, root)
+        library_of(model).import_code(model, root)
 
 
 def build(
@@ -67,41 +67,41 @@ def build(
 ) -> Built:
     """Build ``model``, by default the class in ``root``'s configuration.
 
-    ``stored`` is the dtype of the first floating tensor, ``main`` the dtype of most elements; ``trusted`` and
-    ``shapes`` are as in ``Stored``. A model that is already ``Built`` is returned. Raises BuildError or
-    ConfigError.
+    ``stored`` is the dtype of the first floating tensor, ``main`` the dtype of most elements; ``trusted``
+    allows running code in ``root``, and ``shapes`` are those of the tensors. A model that is already
+    ``Built`` is returned. Raises BuildError or ConfigError.
     """
     if isinstance(model, Built):
         return model
     # In this order: a module, a configuration, a class with a configuration, a callable.
-    facts = Stored(root, dtype, stored, main, trusted, shapes or {})
+    request = BuildRequest(root, dtype, stored, main, trusted, shapes or {})
     if isinstance(model, nn.Module):
-        built = _wrap_module(model, facts)
+        built = _wrap_module(model, request)
     elif model is None:
-        built = _build_configured(None, facts)
+        built = _build_configured(None, request)
     elif isinstance(model, type) and library_of(model).from_config:
-        built = _build_configured(model, facts)
+        built = _build_configured(model, request)
     else:
-        built = _build_by_call(model, facts)
+        built = _build_by_call(model, request)
     return replace(built, quantizer=built.library.quantizer(built.model, root, built.dtype))
 
 
-def _build_configured(kind: type[nn.Module] | None, facts: Stored) -> Built:
-    library = library_of(kind) if kind is not None else _find_library(facts)
-    how, log = library.construction(kind, facts), OperatorLog()
+def _build_configured(kind: type[nn.Module] | None, request: BuildRequest) -> Built:
+    library = library_of(kind) if kind is not None else _find_library(request)
+    how, log = library.construction(kind, request), OperatorLog()
     with without_weights(how.building), log, explain_errors(how.name):
         model = how.make()
     check_built(model)
     return Built(model, log, how.dtype, True, library)
 
 
-def _find_library(facts: Stored) -> ModelLibrary:
-    bare = facts.root and facts.shapes and config_path(facts.root) is None
-    description = recognise_tensors(facts.shapes) if bare else None
-    return library_in(facts.root) if description is None else description[0]
+def _find_library(request: BuildRequest) -> ModelLibrary:
+    bare = request.root and request.shapes and config_path(request.root) is None
+    description = recognise_tensors(request.shapes) if bare else None
+    return library_in(request.root) if description is None else description[0]
 
 
-def _build_by_call(make: type[nn.Module] | Callable[[], nn.Module], facts: Stored) -> Built:
+def _build_by_call(make: type[nn.Module] | Callable[[], nn.Module], request: BuildRequest) -> Built:
     if not callable(make):
         raise ConfigError(
             f"model={make!r} is a {type(make).__name__}; pass a class, a callable that builds the model, or "
@@ -111,10 +111,10 @@ def _build_by_call(make: type[nn.Module] | Callable[[], nn.Module], facts: Store
     model, log = _run_constructor(make, lambda: without_weights(torch.get_default_dtype()), name)
     check_built(model)
     library = library_of(model)
-    return Built(model, log, library.whole_dtype(model, facts, False), True, library)
+    return Built(model, log, library.whole_dtype(model, request, False), True, library)
 
 
-def _wrap_module(model: nn.Module, facts: Stored) -> Built:
+def _wrap_module(model: nn.Module, request: BuildRequest) -> Built:
     real = [name for name, p in model.named_parameters() if p.device.type != "meta"]
     if real:
         raise ConfigError(
@@ -123,7 +123,7 @@ def _wrap_module(model: nn.Module, facts: Stored) -> Built:
             "builds it"
         )
     library = library_of(model)
-    return Built(model, OperatorLog(), library.whole_dtype(model, facts, True), False, library)
+    return Built(model, OperatorLog(), library.whole_dtype(model, request, True), False, library)
 
 
 def _run_constructor(
@@ -193,9 +193,9 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def report_castable_parameters(
-    built: Built, computing: torch.dtype, masters: bool, note: Callable[[nn.Parameter, torch.dtype], None]
+    built: Built, computing: torch.dtype, masters: bool, record: Callable[[nn.Parameter, torch.dtype], None]
 ) -> None:
-    """Call ``note`` for each parameter that an engine may cast to ``computing``.
+    """Call ``record`` for each parameter that an engine may cast to ``computing``.
 
     It skips parameters that the constructor made, or the model keeps, in another dtype than the model's. With
     ``masters``, parameters in ``computing`` become fp32 masters.
@@ -209,7 +209,7 @@ def report_castable_parameters(
     def make(_: str, old: torch.Tensor) -> torch.Tensor:
         new = recast(old, torch.float32) if masters and old.dtype == computing else old
         assert isinstance(new, nn.Parameter)
-        note(new, computing)
+        record(new, computing)
         return new
 
     named = built.model.named_parameters(remove_duplicate=False)

@@ -60,20 +60,20 @@ class Attention:
 
 
 @dataclass(frozen=True)
-class Stored:
-    """Facts about a checkpoint and the caller's requests."""
+class BuildRequest:
+    """Inputs of a model's construction: the caller's wishes, and facts about the checkpoint."""
 
-    #: Directory of its configuration; None without one.
+    #: Directory of the checkpoint's configuration; None without one.
     root: str | None
     #: Dtype that the caller requests.
-    asked: torch.dtype | None = None
-    #: Dtype of its first floating tensor.
-    first: torch.dtype | None = None
-    #: Dtype of most of its elements.
-    main: torch.dtype | None = None
+    dtype: torch.dtype | None = None
+    #: Dtype of the checkpoint's first floating tensor.
+    first_dtype: torch.dtype | None = None
+    #: Dtype of most elements of the checkpoint.
+    main_dtype: torch.dtype | None = None
     #: True if the caller allows running code in ``root``.
-    trusted: bool = False
-    #: Shapes of its tensors by name.
+    trust_remote_code: bool = False
+    #: Shapes of the checkpoint's tensors by name.
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
@@ -145,14 +145,14 @@ class ModelLibrary(ABC):
         """
         return None
 
-    def require(self, kind: type[nn.Module] | None, root: str | None) -> None:
+    def import_code(self, kind: type[nn.Module] | None, root: str | None) -> None:
         """Import the code for ``kind``, by default ``root``'s class.
 
         Raises BuildError or UnsupportedVersionError.
         """
 
-    def construction(self, kind: type[nn.Module] | None, stored: Stored) -> Construction:
-        """Describe how to build ``kind``, by default ``stored.root``'s class.
+    def construction(self, kind: type[nn.Module] | None, request: BuildRequest) -> Construction:
+        """Describe how to build ``kind``, by default ``request.root``'s class.
 
         Raises BuildError.
         """
@@ -170,9 +170,9 @@ class ModelLibrary(ABC):
         """
         return None
 
-    def whole_dtype(self, model: nn.Module, stored: Stored, is_module: bool) -> torch.dtype | None:
+    def whole_dtype(self, model: nn.Module, request: BuildRequest, is_module: bool) -> torch.dtype | None:
         """Return ``Built.dtype`` for a callable's model, or the caller's module."""
-        return stored.asked
+        return request.dtype
 
     def dtype_plan(self, model: nn.Module, dtype: torch.dtype) -> list[tuple[re.Pattern[str], torch.dtype]]:
         """Return patterns of parameters in other dtypes, and these dtypes."""

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from zerostart.errors import BuildError
-from zerostart.upstream.torch.tensors import truncated_normal_goes_to
+from zerostart.upstream.torch.tensors import intercept_truncated_normal
 from zerostart.upstream.types import Arguments, Keywords
 
 
@@ -167,7 +167,7 @@ class OperatorLog(TorchDispatchMode):
     def __enter__(self) -> OperatorLog:
         stack = contextlib.ExitStack()
         # Python code that loops over values is logged as one step.
-        stack.enter_context(truncated_normal_goes_to(self._log_function))
+        stack.enter_context(intercept_truncated_normal(self._log_function))
         stack.enter_context(_PythonVisibility())
         self._entered.append(stack)
         super().__enter__()  # type: ignore[no-untyped-call]

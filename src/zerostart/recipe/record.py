@@ -32,7 +32,7 @@ from zerostart.recipe.memory import (
 from zerostart.recipe.operators import cast
 from zerostart.recipe.refusals import allow_torch_errors, refusal, refuse_own_errors
 from zerostart.recipe.values import HANDLERS, Value, compute, depends_on_values, list_names
-from zerostart.recipe.views import KNOWN_VIEWS, SAME, Step, StridedLayout, single_views
+from zerostart.recipe.views import KNOWN_VIEWS, SAME, StridedLayout, ViewOperation, single_views
 from zerostart.upstream.torch.tensors import shares_storage
 from zerostart.upstream.types import Arguments, Keywords
 
@@ -63,7 +63,7 @@ def _make_view(cls: SymbolClass, source: Any, func: OpOverload, more: Arguments,
     if func in SAME:
         return cls(source.memory, source.steps, meta)
     if func in KNOWN_VIEWS:
-        return cls(source.memory, (*source.steps, Step(func, more, layout)), meta)
+        return cls(source.memory, (*source.steps, ViewOperation(func, more, layout)), meta)
     if meta.dtype != source.dtype or not shares_storage(meta, source.meta):
         raise refusal(
             f"the conversion of {list_names(source)} calls {func}, a view that zerostart does not support"
@@ -91,7 +91,7 @@ def box_view(whole: Any, layout: StridedLayout) -> Any:
     view = whole.permute(steps.order).view(steps.split)
     for dim, (start, count) in enumerate(zip(steps.starts, steps.counts, strict=True)):
         view = aten.slice.Tensor(view, dim, start, start + count)
-    return view.view(steps.joined).permute(steps.turned).view(steps.shape)
+    return view.view(steps.joined).permute(steps.permutation).view(steps.shape)
 
 
 def write(cls: SymbolClass, func: OpOverload, args: Arguments, kwargs: Keywords) -> Any:

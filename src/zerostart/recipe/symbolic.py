@@ -26,7 +26,7 @@ from zerostart.recipe.memory import Memory
 from zerostart.recipe.record import record
 from zerostart.recipe.refusals import refusal, refuse_own_errors
 from zerostart.recipe.values import Value, list_names, make_constant
-from zerostart.recipe.views import Step, StridedLayout
+from zerostart.recipe.views import StridedLayout, ViewOperation
 from zerostart.upstream.torch.tensors import become_wrapper, make_wrapper, without_dispatch
 from zerostart.upstream.types import Arguments, Keywords
 
@@ -109,7 +109,7 @@ class SymbolicTensor(torch.Tensor):
     """
 
     memory: Memory
-    steps: tuple[Step, ...]
+    steps: tuple[ViewOperation, ...]
     _meta: torch.Tensor | None
     _cached: tuple[int, Value] | None
 
@@ -118,7 +118,7 @@ class SymbolicTensor(torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls, memory: Memory, steps: tuple[Step, ...] = (), meta: torch.Tensor | None = None
+        cls, memory: Memory, steps: tuple[ViewOperation, ...] = (), meta: torch.Tensor | None = None
     ) -> SymbolicTensor:
         """Create the view ``steps`` of ``memory``, with its meta twin."""
         # The device is the CPU, so that tensors made "on the device of the weight" have elements.

@@ -46,7 +46,7 @@ class StridedLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ViewOperation:
     """One view of a value."""
 
     func: OpOverload

@@ -180,7 +180,7 @@ class OwnMemory(Memory):
         # Order the dimensions by address, like the box, then by the box's own order.
         moving = [d for d, n in enumerate(layout.shape) if n > 1]
         new = reshape(new, [layout.shape[d] for d in moving])
-        new = permute(new, [box_view.turned.index(i) for i in range(len(moving))])
+        new = permute(new, [box_view.permutation.index(i) for i in range(len(moving))])
         new = reshape(new, [box_view.box.extent[d] for d in box_view.order])
         new = permute(new, [box_view.order.index(d) for d in range(len(box_view.order))])
         self._boxes.append((box_view.box, new))
@@ -217,7 +217,7 @@ def _merge(base: Value, writes: Sequence[tuple[Box, Value]]) -> tuple[Piece, ...
 def _subtract(box: Box, covers: Sequence[Box]) -> list[Box]:
     parts = [box]
     for cover in covers:
-        parts = [rest for part in parts for rest in geometry.without(part, cover)]
+        parts = [rest for part in parts for rest in geometry.subtract_box(part, cover)]
     return parts
 
 

@@ -80,14 +80,14 @@ class WorkerServer:
     def join(self) -> None:
         """Let the engine's workers connect; raise PeerError and ConversionError."""
         if (driver := self._driver) is not None:
-            call = _Call(
+            call = _EngineCall(
                 lambda: driver.join(self.address, self._timeout), "the engine's workers could not connect"
             )
             self.wait_for(driver.workers or 1, call)
             call.check()
             self._count = len(self._workers)
 
-    def wait_for(self, count: int, call: _Call | None = None) -> None:
+    def wait_for(self, count: int, call: _EngineCall | None = None) -> None:
         """Wait until at least ``count`` workers are connected, and all that ``call`` has started.
 
         Raises PeerError after the timeout or if ``call`` fails, and ConversionError if a worker cannot load
@@ -141,12 +141,12 @@ class WorkerServer:
         if (driver := self._driver) is None:
             self._exchange(workers, version, sums, lambda: None)
             return
-        call = _Call(lambda: driver.follow(version), f"the engine did not take version {version}")
+        call = _EngineCall(lambda: driver.follow(version), f"the engine did not take version {version}")
         self._exchange(workers, version, sums, call.check)
         call.message = f"all workers have version {version}, but the engine's own call failed"
         call.wait(self._timeout)
         if (served := getattr(driver, "served", None)) is not None:
-            _Call(lambda: served(version), call.message).wait(self._timeout)
+            _EngineCall(lambda: served(version), call.message).wait(self._timeout)
 
     def _exchange(
         self, workers: Sequence[Worker], version: int, sums: Sequence[Sums], check: Callable[[], None]
@@ -237,7 +237,7 @@ class WorkerServer:
             self._workers.append(worker)
 
 
-class _Call:
+class _EngineCall:
     """A call of the engine in a thread; it may fail or never return."""
 
     def __init__(self, work: Callable[[], object], message: str) -> None:

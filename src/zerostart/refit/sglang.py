@@ -80,7 +80,7 @@ class SGLangDriver:
     def served(self, version: int) -> None:
         """Set the engine's weight version."""
         if self._server is None:
-            updating.tell_version(self._engine, str(version))
+            updating.set_version(self._engine, str(version))
         else:
             self._call("update_weight_version", new_version=str(version), abort_all_requests=False)
 
@@ -126,20 +126,20 @@ class SGLangWeights(ModuleWeights):
     """Weights of a model in an SGLang worker; SGLang packs them after an update."""
 
     def __init__(self, model: nn.Module) -> None:
-        updating.require()
+        updating.require_version()
         load: Any = model
         super().__init__(model, load.load_weights, f"SGLang's {type(model).__name__}")
 
     @contextmanager
     def tracing(self) -> Iterator[tuple[Mapping[str, torch.Tensor], Load]]:
-        with updating.nothing_derived(self._model), super().tracing() as traced:
+        with updating.skip_derived(self._model), super().tracing() as traced:
             yield traced
 
     def stages(self, filled: Mapping[str, bool]) -> Stages:
         """Yield the whole model, then let it recompute tensors that depend on its weights."""
         yield nullcontext(self._tensors)
         with torch.no_grad():
-            updating.derive(self._model)
+            updating.update_derived(self._model)
 
 
 def weight_loader(model: nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -51,7 +51,7 @@ def _begin(generation: Any, world: World) -> Refitter | None:
         if not sharded:
             return None
         try:
-            reload.require()
+            reload.require_version()
         except UnsupportedVersionError as error:
             _print_reason(world, str(error))
             return None

@@ -194,7 +194,7 @@ class VLLMWeights:
     """Weights of a model in a vLLM worker, for ``Receiver``."""
 
     def __init__(self, model: nn.Module, config: Any, name: str) -> None:
-        reload.require()
+        reload.require_version()
         #: Name in messages.
         self.name = name
         self._model: Any = model

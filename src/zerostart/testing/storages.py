@@ -128,14 +128,14 @@ class StorageConformance(ABC):
         """Change a file after its header was read; expect an error."""
         storage = self._storage(source)
         # A load keeps such a record of its files for fp32 masters and offloaded layers.
-        record = storage.kept([0])
+        record = storage.detach([0])
         assert record.identities[0] == storage.identity(0) is not None
-        assert record.recalled("which a test wants").sizes == storage.sizes
+        assert record.reattach("which a test wants").sizes == storage.sizes
         _change_file(tmp_path / NAME, how)
         self.follow(tmp_path)
         assert record.identities[0] != storage.identity(0)
         with pytest.raises(ReadError, match=rf"{NAME}.*which a test wants"):
-            record.recalled("which a test wants")
+            record.reattach("which a test wants")
         with pytest.raises((ReadError, CheckpointNotFoundError), match=NAME), storage.reader() as reader:
             _read_range(reader, 0, 16)
 

@@ -156,7 +156,7 @@ class Tuning:
         if self.file_system:
             cached = "" if self.resident is None else f", {self.resident:.0%} in the page cache"
             words.append(f"{self.file_system}{cached}")
-        if reader is not None and (note := reader.note()):
+        if reader is not None and (note := reader.describe_reads()):
             words.append(note)
         return "; ".join(words)
 

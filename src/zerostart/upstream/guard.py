@@ -56,7 +56,7 @@ class Use:
         """Names that are attributes of the owner itself."""
         return [name for dot, name, _ in _ENTRY.findall(self.names) if not dot and ":" not in name]
 
-    def misfit(self) -> str:
+    def find_misfit(self) -> str:
         """Import the library and describe its first missing part; empty if none."""
         try:
             owner = resolve(self.owner)
@@ -130,7 +130,7 @@ def _method_codes(kind: Any) -> tuple[CodeType, ...]:
     return tuple(method.__code__ for method in methods if hasattr(method, "__code__"))
 
 
-def misfit(uses: Iterable[Use]) -> str:
+def find_misfits(uses: Iterable[Use]) -> str:
     """Describe missing parts of the installed libraries; empty if none.
 
     Warns if a library is newer than the versions that zerostart was tested with.
@@ -140,7 +140,7 @@ def misfit(uses: Iterable[Use]) -> str:
     for library in libraries:
         importlib.import_module(library.name)
     errors = [f"{library.name} {library.running()} is installed" for library in libraries if library.is_old()]
-    errors += [f"{text} ({use.why})" for use in uses if (text := use.misfit())]
+    errors += [f"{text} ({use.why})" for use in uses if (text := use.find_misfit())]
     if not errors:
         _warn_of_newer_releases()
         return ""
@@ -151,7 +151,7 @@ def misfit(uses: Iterable[Use]) -> str:
 
 def demand(uses: Iterable[Use], remedy: str = "") -> None:
     """Raise UnsupportedVersionError, with the ``remedy``, if a part is missing."""
-    errors = misfit(uses)
+    errors = find_misfits(uses)
     if errors:
         raise UnsupportedVersionError(f"{errors}. {remedy}" if remedy else errors)
 

@@ -19,7 +19,7 @@ from typing import Any
 from torch import nn
 
 from zerostart.errors import UnsupportedVersionError
-from zerostart.upstream.guard import Function, Use, misfit, resolve
+from zerostart.upstream.guard import Function, Use, find_misfits, resolve
 
 # Reentrant: a garbage collection inside a locked section may run a finalizer, which closes patches here.
 _lock = threading.RLock()
@@ -44,7 +44,7 @@ def active() -> list[str]:
 
 @contextlib.contextmanager
 def patch(owner: object, name: str, new: object) -> Iterator[None]:
-    """Set ``owner.name`` to ``new`` inside the block; keep later replacements by other code."""
+    """Set ``owner.name`` to ``new`` inside the block; keep later replacements."""
     # ``vars``, since deleting ours is enough to restore an inherited attribute.
     layer = _Layer(owner, vars(owner).get(name, _ABSENT))
     with _lock:
@@ -71,7 +71,7 @@ def patch(owner: object, name: str, new: object) -> Iterator[None]:
 
 @contextlib.contextmanager
 def patch_everywhere(name: str, original: object, new: object) -> Iterator[None]:
-    """Replace ``name`` in every module that has ``original`` there, also in newly imported ones."""
+    """Replace ``name`` in every module that has ``original`` there, also in new ones."""
     with ExitStack() as stack:
         for module in list(sys.modules.values()):
             if getattr(module, "__dict__", {}).get(name) is original:
@@ -166,9 +166,9 @@ class RefCountedPatches:
             return ticket
 
 
-def fits(stack: ExitStack, patches: RefCountedPatches, uses: Sequence[Use], remedy: str) -> bool:
-    """Return True if libraries fit ``uses``; otherwise the first use's functions refuse held models."""
-    wrong = misfit(uses)
+def check_compatible(stack: ExitStack, patches: RefCountedPatches, uses: Sequence[Use], remedy: str) -> bool:
+    """Return True if the libraries match ``uses``; otherwise let the first use refuse held models."""
+    wrong = find_misfits(uses)
     if wrong:
         _refuse(stack, patches, uses[0], f"{wrong}. {remedy}")
     return not wrong

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from zerostart.upstream.guard import Function, Use, resolve
-from zerostart.upstream.patches import RefCountedPatches, enter_on_import, fits, wrap
+from zerostart.upstream.patches import RefCountedPatches, check_compatible, enter_on_import, wrap
 
 TOUCHED = (
     Use(
@@ -113,7 +113,7 @@ class SavingCalls(RefCountedPatches):
 
     def _imported(self, uses: list[Use], stack: ExitStack, module: ModuleType) -> None:
         for use in uses:
-            if not fits(stack, self, (use,), _REMEDY):
+            if not check_compatible(stack, self, (use,), _REMEDY):
                 continue
             owner = resolve(use.owner)
             for called, name in _called(use):

@@ -39,16 +39,16 @@ class Library:
         return getattr(sys.modules.get(self.name), "__version__", None) or _installed(self)
 
     def knows(self, version: str) -> bool:
-        """Return whether ``version`` is known; a pre-release of a known version is."""
+        """Return True if ``version``, or the release that it precedes, is known."""
         return self.first <= Version(version).release < self.before
 
     def is_old(self) -> bool:
-        """Return whether the running version is older than the first known one."""
+        """Return True if the running version is older than the first known one."""
         release = _release(self.running())
         return release is not None and release < self.first
 
     def is_new(self) -> bool:
-        """Return whether the running version is newer than the last known one."""
+        """Return True if the running version is newer than the last known one."""
         release = _release(self.running())
         return release is not None and release >= self.before
 

@@ -15,10 +15,10 @@ from zerostart.geometry.layout import (
     Ranges,
     Section,
     dimension_shard,
-    entire,
     flat_partition,
-    packed,
+    packed_section,
     replicated,
+    whole_section,
 )
 from zerostart.geometry.layout.layout import narrow_layout
 
@@ -48,7 +48,7 @@ def test_chunk_equals_torch_chunk(shape: list[int], data: st.DataObject, size: i
     dim = data.draw(st.integers(0, len(shape) - 1))
     numbers = torch.arange(prod(shape)).view(shape)
     for rank in range(size):
-        section = packed(shape, dim, (shape[dim],), rank, size)
+        section = packed_section(shape, dim, (shape[dim],), rank, size)
         assert torch.equal(local_tensor(section, numbers), torch_chunk(numbers, dim, rank, size))
 
 
@@ -60,7 +60,7 @@ def test_packed_parts_are_chunked_separately(shape: list[int], data: st.DataObje
     numbers = torch.arange(prod(shape)).view(shape)
     for rank in range(size):
         expected = torch_packed(numbers, dim, parts, rank, size)
-        assert torch.equal(local_tensor(packed(shape, dim, parts, rank, size), numbers), expected)
+        assert torch.equal(local_tensor(packed_section(shape, dim, parts, rank, size), numbers), expected)
 
 
 @given(st.integers(1, 5), st.integers(1, 3), st.integers(1, 4))
@@ -70,7 +70,8 @@ def test_packed_section_equals_dtensors_strided_shard(rows_per_part: int, parts:
     pieces, _ = _StridedShard(0, split_factor=parts)._split_tensor(numbers, size, with_padding=False)
     for rank in range(size):
         assert torch.equal(
-            local_tensor(packed((rows, 2), 0, (rows // parts,) * parts, rank, size), numbers), pieces[rank]
+            local_tensor(packed_section((rows, 2), 0, (rows // parts,) * parts, rank, size), numbers),
+            pieces[rank],
         )
 
 
@@ -84,7 +85,7 @@ def test_sections_and_layouts_nest(shape: list[int], data: st.DataObject, size: 
     flat = data.draw(st.booleans())
     parts = [min(first, shape[dim]), max(0, shape[dim] - first)]
     for rank in range(size):
-        section = packed(shape, dim, parts, rank, size)
+        section = packed_section(shape, dim, parts, rank, size)
         local = torch_packed(numbers, dim, parts, rank, size)
         assert torch.equal(local_tensor(section, numbers), local)
         for owner in range(owners):
@@ -95,18 +96,18 @@ def test_sections_and_layouts_nest(shape: list[int], data: st.DataObject, size: 
                 else dimension_shard(section.shape, 0, owner, owners)
             )
             # The layout of the local tensor equals that of the whole parameter through the section.
-            assert torch.equal(fill_storage(section.holds(layout), numbers), fill_storage(layout, local))
+            assert torch.equal(fill_storage(section.expand(layout), numbers), fill_storage(layout, local))
 
 
 def test_mismatched_shapes_are_refused() -> None:
     with pytest.raises(ValueError, match="do not add up"):
-        packed((5, 2), 0, (2, 2), 0, 2)
+        packed_section((5, 2), 0, (2, 2), 0, 2)
     with pytest.raises(ValueError, match="does not fit a section"):
-        entire((4, 2)).holds(flat_partition((4, 3), 0, 2))
+        whole_section((4, 2)).expand(flat_partition((4, 3), 0, 2))
 
 
 def test_scalars() -> None:
-    assert entire(()).holds(flat_partition((), 0, 1)).runs() == [(0, 1, 0)]
+    assert whole_section(()).expand(flat_partition((), 0, 1)).runs() == [(0, 1, 0)]
 
 
 @given(st.data(), st.integers(1, 4))
@@ -129,7 +130,7 @@ def test_ranges_select_in_their_order(data: st.DataObject, size: int) -> None:
         expected = numbers.index_select(dim, torch.tensor(indices, dtype=torch.long))
         assert torch.equal(local_tensor(section, numbers), expected)
         # Any run of the local tensor, as optimizers have them.
-        whole = section.holds(replicated(section.shape))
+        whole = section.expand(replicated(section.shape))
         low = data.draw(st.integers(0, whole.numel))
         high = data.draw(st.integers(low, whole.numel))
         part = narrow_layout(whole, low, high)

@@ -12,7 +12,7 @@ from tests.parity import checkpoint
 from tests.ranks import run_ranks
 from tests.tiny import TinyCheckpoints
 from zerostart.distributed.world import World
-from zerostart.engines.forecast import Target
+from zerostart.engines.forecast import Hardware
 from zerostart.live.report import Clock
 from zerostart.loading.forecast.memory import moments_of, optimizer_of, parameter_bytes
 from zerostart.loading.forecast.reading import owned_by
@@ -38,7 +38,7 @@ def forecast_components(
     ranks = range(world_size)
     numels = {name: own.numels for name, own in owned_by(model, placements, ranks).items()}
     held_bytes = parameter_bytes(model, placements, parallelism, ranks, numels)
-    target = Target(accelerator=False, world_size=world_size)
+    target = Hardware(accelerator=False, world_size=world_size)
     moments = moments_of(model, engine, placements, held_bytes, 0, optimizer_of(optimizer, None), target)
     last = {moment.phase: moment.on(target).host for moment in moments}
     shape = (world_size,)

@@ -30,7 +30,7 @@ def save_within_accumulation(path: Path, cases: dict[str, Case], folder: Path) -
         zerostart.load_state(state, *run.state)
         actual = run.step(1, range(1, 3)) + run.step(2)
         if case.engine == "deepspeed":  # without gradients, accumulation starts again
-            restore_state(state, run.state[0], None, stepped=False)
+            restore_state(state, run.state[0], None, with_optimizer=False)
             if run.state[0].micro_steps % case.accumulate:
                 errors.append(f"{name}: {run.state[0].micro_steps} batches counted without gradients")
         run.end()

@@ -15,7 +15,7 @@ from zerostart.errors import CheckpointError, WriteError
 from zerostart.geometry.layout import Layout, dimension_shard, flat_partition, replicated
 from zerostart.recipe import Recipe, SymbolicTensor, Target, spelling
 from zerostart.state.saving.writing import (
-    Files,
+    LocalPlace,
     Outgoing,
     Publication,
     describe_share,
@@ -118,7 +118,7 @@ def test_elements_are_cast_while_writing(tmp_path: Path) -> None:
     whole = torch.randn(40, 5)
     shard = make_shard("w", whole, replicated((40, 5)))
     write_tensors(
-        Publication(Files(tmp_path)),
+        Publication(LocalPlace(tmp_path)),
         [("w", "BF16", (40, 5))],
         [describe_share("w", shard)],
         World(0, 1, None),
@@ -132,7 +132,7 @@ def test_impossible_directory_is_an_error(tmp_path: Path) -> None:
     shard = make_shard("w", torch.zeros(2), replicated((2,)))
     with pytest.raises(WriteError, match="file: the directory cannot be created"):
         write_tensors(
-            Publication(Files(tmp_path / "file")),
+            Publication(LocalPlace(tmp_path / "file")),
             [("w", "F32", (2,))],
             [describe_share("w", shard)],
             World(0, 1, None),
@@ -143,7 +143,7 @@ def test_incomplete_tensor_is_not_saved(tmp_path: Path) -> None:
     half = make_shard("w", torch.randn(8, 2), dimension_shard((8, 2), 0, 0, 2))
     with pytest.raises(CheckpointError, match="w: 8 elements"):
         write_tensors(
-            Publication(Files(tmp_path)),
+            Publication(LocalPlace(tmp_path)),
             [("w", "BF16", (8, 2))],
             [describe_share("w", half)],
             World(0, 1, None),

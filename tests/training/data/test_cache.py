@@ -189,7 +189,7 @@ def test_changed_settings_or_encoders_are_refused(
     text = catch_mismatch(with_settings)
     assert "cache.dtype was None and is bfloat16" in text
     assert "cache.posterior was sample and is mode" in text
-    assert "Remove it to have it made again" in text
+    assert "Remove it to have it encoded again" in text
     offloaded = {**config["cache"], "placement": "offload"}  # it changes no number
     assert make_cache({**config, "cache": offloaded}) == digest
 
@@ -371,7 +371,7 @@ def test_bad_pictures_are_reported_together(config: dict[str, Any], monkeypatch:
     assert str(error.value).startswith("2 rows cannot be encoded: ")
     for number in good:
         assert f"metadata.csv, line {number + 2}: {folder}/image-{number}.png" in str(error.value)
-    assert f"The other 5 are in {place}, and stay" in str(error.value)
+    assert f"The other 5 are kept in {place}" in str(error.value)
     assert len(CachedItems(place)) == 5
     with pytest.raises(ConfigError, match=r"image-2\.png .*; .*image-5\.png"):
         make_cache(config)

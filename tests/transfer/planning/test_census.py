@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from tests.hypothesis_settings import count_examples
 from zerostart.checkpoint.source import open_catalog
-from zerostart.geometry.layout import Layout, dimension_shard, flat_partition, packed, replicated
+from zerostart.geometry.layout import Layout, dimension_shard, flat_partition, packed_section, replicated
 from zerostart.recipe import Recipe, SymbolicTensor, Target
 from zerostart.transfer.planning import Count, Destination, PlanOptions, Share, census, count_reads, join
 from zerostart.transfer.planning.plan import find_starts
@@ -63,9 +63,9 @@ def test_counts_equal_the_plans(tmp_path: Path, data: st.DataObject, world: int,
 
     def window(shape: tuple[int, ...], rank: int) -> Layout:
         parts = (shape[dim] // packs, shape[dim] - shape[dim] // packs) if packs == 2 else (shape[dim],)
-        section = packed(shape, dim, parts, rank % across, across)
+        section = packed_section(shape, dim, parts, rank % across, across)
         shard = flat_partition if flat else partial(dimension_shard, dim=dim)
-        return section.holds(shard(section.shape, rank=rank // across, world_size=world // across))
+        return section.expand(shard(section.shape, rank=rank // across, world_size=world // across))
 
     whole = Recipe(Target("buffer", (rows,), dtype), symbols["buffer"].pieces)
     alike = {r.target.shape: [(n, window(r.target.shape, n)) for n in range(world)] for r in recipes}

@@ -146,7 +146,7 @@ def _described(value: object, path: Path) -> dict[str, Described]:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _PartLocation:
     key: str
     origin: tuple[int, ...]
     offset: int
@@ -156,7 +156,7 @@ class _Place:
 def _stored(
     directory: Path, value: InertObject, described: Mapping[str, Described], files: PartFiles
 ) -> tuple[dict[tuple[str, tuple[int, ...]], TensorEntry], dict[str, Any]]:
-    by_file: dict[str, list[_Place]] = {}
+    by_file: dict[str, list[_PartLocation]] = {}
     for file, place in _places(value, directory / METADATA):
         by_file.setdefault(file, []).append(place)
     out: dict[tuple[str, tuple[int, ...]], TensorEntry] = {}
@@ -191,7 +191,7 @@ def _stored(
     return out, pickled
 
 
-def _places(value: InertObject, path: Path) -> Iterator[tuple[str, _Place]]:
+def _places(value: InertObject, path: Path) -> Iterator[tuple[str, _PartLocation]]:
     storage = value.get("storage_data")
     if not isinstance(storage, dict):
         raise CheckpointError(f"{path}: does not say where tensors are stored: {DAMAGED}")
@@ -207,7 +207,7 @@ def _places(value: InertObject, path: Path) -> Iterator[tuple[str, _Place]]:
         file, offset, length = (info.get(key) for key in ("relative_path", "offset", "length"))
         if [type(one) for one in (index.get("fqn"), file, offset, length)] != [str, str, int, int]:
             raise CheckpointError(f"{path}: the metadata gives no file and offset for a part: {DAMAGED}")
-        yield file, _Place(index.get("fqn"), _sizes(origin, path), offset, length)
+        yield file, _PartLocation(index.get("fqn"), _sizes(origin, path), offset, length)
 
 
 def _names(described: Mapping[str, Described], value: InertObject, path: Path) -> dict[str, str]:

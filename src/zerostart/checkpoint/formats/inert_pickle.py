@@ -36,7 +36,7 @@ _HARMLESS = (
 )  # fmt: skip
 
 
-class Storage(NamedTuple):
+class StorageRecord(NamedTuple):
     """Record ``data/key`` of the archive, with its dtype."""
 
     key: str
@@ -46,7 +46,7 @@ class Storage(NamedTuple):
 class StoredTensor(NamedTuple):
     """View of a storage; offset and strides in elements."""
 
-    storage: Storage
+    storage: StorageRecord
     dtype: str
     offset: int
     shape: tuple[int, ...]
@@ -117,7 +117,7 @@ def plain_versions(metadata: Mapping[object, object]) -> dict[str, dict[str, obj
 def read_inert_pickle(raw: bytes, path: str, weights: bool = False) -> Any:
     """Read a pickle into plain values and inert records.
 
-    The values are containers, primitives, StoredTensor, Storage, Global and InertObject. Sets become
+    The values are containers, primitives, StoredTensor, StorageRecord, Global and InertObject. Sets become
     lists, a ``torch.Size`` a ``tuple``. ``path`` serves messages. A file of ``weights`` may name only
     what ``torch.save`` writes for tensors and plain containers. Raises CheckpointError if the pickle is
     damaged or refused.
@@ -155,11 +155,11 @@ class _Unpickler(_InPython):  # type: ignore[misc]
             raise _Refused(f"names {shown(name)}, which is code and no part of plain tensors")
         return Global(name)
 
-    def persistent_load(self, pid: object) -> Storage:
+    def persistent_load(self, pid: object) -> StorageRecord:
         match pid:
             case ("storage", Global(name), str(key), str(), int()):
                 if dtype := _STORAGES.get(name.rpartition(".")[2].removesuffix("Storage")):
-                    return Storage(key, dtype)
+                    return StorageRecord(key, dtype)
         raise _Refused("refers to something outside it that is not a storage")
 
     def _call(self) -> None:
@@ -234,7 +234,7 @@ def _counts(values: object) -> bool:
 
 def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> StoredTensor:
     """Rebuild a tensor; ``rest`` is requires_grad, hooks, dtype (v3) and metadata."""
-    is_right = type(storage) is Storage and _counts((offset,)) and _counts(shape) and _counts(strides)
+    is_right = type(storage) is StorageRecord and _counts((offset,)) and _counts(shape) and _counts(strides)
     if not is_right or len(shape) != len(strides):
         raise _Refused("makes a tensor from something other than a storage, an offset, sizes and strides")
     dtype = next((one.name.removeprefix("torch.") for one in rest if type(one) is Global), storage.dtype)

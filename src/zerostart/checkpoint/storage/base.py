@@ -74,7 +74,7 @@ class Reader(ABC):
         """Announce a later read, so that the reader can prefetch it."""
         return  # most readers do not prefetch
 
-    def note(self) -> str:
+    def describe_reads(self) -> str:
         """Describe for a report how bytes were read, or return an empty string."""
         return ""
 
@@ -208,7 +208,7 @@ class Storage(ABC):
         """
         return self.sizes[file]
 
-    def kept(self, used: Iterable[int] = ()) -> Storage:
+    def detach(self, used: Iterable[int] = ()) -> Storage:
         """Return the storage with the identities of the files ``used``, for a later read.
 
         The result keeps no file open.
@@ -220,7 +220,7 @@ class Storage(ABC):
         )
         return replace(self, identities=tuple(m if n in numbers else None for n, m in enumerate(marks)))
 
-    def recalled(self, purpose: str) -> Storage:
+    def reattach(self, purpose: str) -> Storage:
         """Return the storage for a later read. Raises ReadError if a file has changed.
 
         The message ends with ``purpose``.

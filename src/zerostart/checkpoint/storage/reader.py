@@ -106,7 +106,7 @@ class FileReader(Reader):
         if self.cold and not self.direct:
             prefetch(self._descriptor(file), offset, rows)
 
-    def note(self) -> str:
+    def describe_reads(self) -> str:
         if self.direct:
             return "bypassing the page cache"
         fallback = "through the page cache, since the file system does not allow direct reads"

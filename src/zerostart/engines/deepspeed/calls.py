@@ -24,7 +24,7 @@ from zerostart.upstream.types import Arguments, DeepSpeedConfig, Keywords
 def keep_calls(model: nn.Module) -> None:
     """Pass the caller's lists and dicts to every module, and gather no inference tensors."""
     for module in model.modules():
-        guard = _Guard()
+        guard = _ModuleHooks()
         module.register_forward_pre_hook(guard.before, with_kwargs=True)
     for name, module in model.named_modules():
         if "experts" in name and next(module.parameters(recurse=False), None) is not None:
@@ -46,7 +46,7 @@ def _check_reached(module: nn.Module, args: Arguments, kwargs: Keywords) -> None
         )
 
 
-class _Guard:
+class _ModuleHooks:
     """The hooks of one module."""
 
     def __init__(self) -> None:

@@ -295,7 +295,7 @@ class DeepSpeed(Engine):
 class ZeroThree(DeepSpeed):
     """ZeRO-3: parameters partitioned over their ranks by runs of the row-major order."""
 
-    def require(self) -> None:
+    def import_library(self) -> None:
         # Also imports of the end of a load, whose memory would otherwise count as the load's.
         from zerostart.engines.deepspeed import calls, partitioning  # noqa: F401
         from zerostart.upstream.deepspeed import construction  # noqa: F401
@@ -331,7 +331,7 @@ class ZeroThree(DeepSpeed):
 
         def layout(name: str, rank: int) -> Layout:
             section = parallelism.section(name, shapes[name], rank)
-            return section.holds(flat_partition(section.shape, *parallelism.owners(name, rank)))
+            return section.expand(flat_partition(section.shape, *parallelism.owners(name, rank)))
 
         return Placements(
             layout=layout,
@@ -414,7 +414,7 @@ class FlatBuffers(DeepSpeed):
         # Ranks that share sequences count as one. Stage 3 counts all.
         return self.mesh.world_size // self.mesh.sequence_parallel
 
-    def require(self) -> None:
+    def import_library(self) -> None:
         from zerostart.upstream.deepspeed.zero3_partitions import check_sections
         from zerostart.upstream.deepspeed.zero12_optimizers import is_known
 

@@ -16,7 +16,7 @@ from rich.filesize import decimal
 from torch import nn
 
 from zerostart.distributed.world import World, current_world
-from zerostart.engines.flat_buffers import ALIGNMENT, Family, FlatBufferShards
+from zerostart.engines.flat_buffers import ALIGNMENT, FlatBufferShards, ParameterSet
 from zerostart.engines.residence import HOST, Residence
 from zerostart.errors import InsufficientMemoryError
 from zerostart.geometry.layout import Parallelism
@@ -176,10 +176,10 @@ class FlatShards(FlatBufferShards):
         return received
 
     def make_parameter(
-        self, old: nn.Parameter, whole: torch.Tensor, name: str, family: Family
+        self, old: nn.Parameter, whole: torch.Tensor, name: str, members: ParameterSet
     ) -> nn.Parameter:
         """As it is everywhere, with a mark for the engine."""
-        new = super().make_parameter(old, whole, name, family)
+        new = super().make_parameter(old, whole, name, members)
         self._keeper.add(new)
         upstream.mark(new, name, self._keeper)
         return new

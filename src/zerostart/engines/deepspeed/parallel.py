@@ -21,7 +21,7 @@ from zerostart.engines.deepspeed.partitioning import current_shards
 from zerostart.engines.deepspeed.settings import TENSOR_RULES, DeepSpeedSettings
 from zerostart.engines.exchange import exchange_tokens, expert_modules
 from zerostart.engines.flat_buffers import held_layouts
-from zerostart.engines.parallelism import share_draws
+from zerostart.engines.parallelism import share_random_states
 from zerostart.engines.shard import Shard, loaded_names
 from zerostart.errors import ConfigError, EngineError
 from zerostart.geometry.layout import (
@@ -113,13 +113,13 @@ def expert_shards(model: nn.Module, parallelism: Parallelism, rank: int) -> dict
         if parallelism.is_expert(name) or parallelism.mesh.tensor_parallel > 1:
             at = functools.partial(_layout, parallelism, name)
             holders = parallelism.holders(name, rank)
-            shards[alias] = Shard(name, at(rank), shard.storage, at, holders, stepped=holders)
+            shards[alias] = Shard(name, at(rank), shard.storage, at, holders, optimizer_replica=holders)
     return shards
 
 
 def _layout(parallelism: Parallelism, name: str, rank: int) -> Layout:
     section = parallelism.section(name, parallelism.shapes[name], rank)
-    return section.holds(flat_partition(section.shape, *parallelism.owners(name, rank)))
+    return section.expand(flat_partition(section.shape, *parallelism.owners(name, rank)))
 
 
 def flat_expert_shards(model: nn.Module, parallelism: Parallelism, rank: int) -> dict[str, Shard]:
@@ -135,7 +135,7 @@ def flat_expert_shards(model: nn.Module, parallelism: Parallelism, rank: int) ->
             at = functools.partial(_whole, tuple(parameter.shape))
             holders = (rank, mesh.world_size)
             storage = parameter.detach().view(-1)
-            found[alias] = Shard(name, at(rank), storage, at, holders, stepped=mesh.tensor(rank))
+            found[alias] = Shard(name, at(rank), storage, at, holders, optimizer_replica=mesh.tensor(rank))
     return found
 
 
@@ -352,7 +352,7 @@ def make_tensor_cutter(
 
     def cut(model: nn.Module) -> None:
         _sliced(model, parallelism, _ruled(model, section, plan_rules, parallelism.experts), groups)
-        share_draws(model, groups.tensors)
+        share_random_states(model, groups.tensors)
 
     return cut, groups.owners
 

@@ -39,7 +39,7 @@ def keep_calls(model: nn.Module, entries: Sequence[str]) -> None:
     root = _Root(model)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            guard = _Guard(root.begin)
+            guard = _UnitHooks(root.begin)
             # Two hooks around FSDP2's own pre-hook: one before it has rebuilt the arguments, one after.
             module.register_forward_pre_hook(guard.before, prepend=True, with_kwargs=True)
             module.register_forward_pre_hook(guard.within, with_kwargs=True)
@@ -112,7 +112,7 @@ def _holds_any(module: nn.Module, inside: set[int]) -> bool:
     return any(p.dim() and id(p) not in inside for p in module.parameters(recurse=False))
 
 
-class _Guard:
+class _UnitHooks:
     """The hooks of one unit, before and after the engine's."""
 
     def __init__(self, begin: Callable[[nn.Module], None]) -> None:
@@ -156,7 +156,7 @@ class _Frame:
             self._left.close()
 
 
-def _add_entry(model: nn.Module, name: str, guard: _Guard) -> None:
+def _add_entry(model: nn.Module, name: str, guard: _UnitHooks) -> None:
     plain = getattr(model, name)
 
     @functools.wraps(plain)

@@ -63,7 +63,7 @@ class _Part:
 
 
 @dataclass(frozen=True)
-class _Call:
+class _PartOperation:
     """A torch function whose first argument ``target`` is a part of a sharded tensor."""
 
     function: Function
@@ -161,7 +161,7 @@ def _run(function: Function, args: Arguments, kwargs: Keywords) -> Any:
     part = _part_of(target)
     if part is None or target is None:
         return function(*tree_map(_current, args), **tree_map(_current, kwargs))
-    call = _Call(function, args, kwargs, target, part)
+    call = _PartOperation(function, args, kwargs, target, part)
     if is_edit(name, kwargs):
         if not call.is_exact_on_shards:
             return _edit(call)
@@ -186,7 +186,7 @@ def _run(function: Function, args: Arguments, kwargs: Keywords) -> Any:
     return result
 
 
-def _edit(call: _Call) -> Any:
+def _edit(call: _PartOperation) -> Any:
     """Run a function that writes to a part on the whole tensor; collective."""
     base, target = call.part.base, call.target
     with torch.no_grad():
@@ -199,7 +199,7 @@ def _edit(call: _Call) -> Any:
     return None if call.name == "__setitem__" else target
 
 
-def _result_on_whole(call: _Call) -> Any:
+def _result_on_whole(call: _PartOperation) -> Any:
     return call.run_on(call.part.take(_whole(call.part.base)), _whole)
 
 

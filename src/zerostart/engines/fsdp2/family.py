@@ -100,7 +100,7 @@ class FSDP2(Engine):
         # The key ``autotp_size``, as in DeepSpeed's section.
         return FSDP2Settings.of(config).autotp_size
 
-    def require(self) -> None:
+    def import_library(self) -> None:
         # Imported early, so that its time does not count as the load's.
         import zerostart.engines.fsdp2.parallel  # noqa: F401
 
@@ -119,10 +119,10 @@ class FSDP2(Engine):
 
     def enable_sequence_parallel(self, model: nn.Module) -> None:
         # The caller of the model enters the ring.
-        from zerostart.upstream.torch.context_parallel import require, ring_on_cpu
+        from zerostart.upstream.torch.context_parallel import require_version, ring_on_cpu
 
         if self.mesh.sequence_parallel > 1:
-            require()
+            require_version()
             if default_device().type == "cpu":
                 ring_on_cpu(model)
 

@@ -27,7 +27,7 @@ from zerostart.engines.flat_buffers import held_layouts
 from zerostart.engines.fsdp2.settings import FSDP2Settings, MeshShares
 from zerostart.engines.fsdp2.storage import arena_of, give_storage, reshard_units
 from zerostart.engines.fsdp2.units import find_scalars, list_units, shard_units
-from zerostart.engines.parallelism import share_draws
+from zerostart.engines.parallelism import share_random_states
 from zerostart.engines.shard import Shard, loaded_names, replace_everywhere
 from zerostart.engines.training import EngineConfig
 from zerostart.errors import EngineError
@@ -80,7 +80,7 @@ class FSDP2Shards(ShardMaker):
         shares = MeshShares.of_parameters(settings, self._parallelism, whole)
         if self._parallelism.mesh.tensor_parallel > 1:
             cut_tensors(model, self._parallelism, self._tensors)
-            share_draws(model, self._tensors.get_group())
+            share_random_states(model, self._tensors.get_group())
         experts = expert_modules(model, self._parallelism)
         for module, own in experts.items():
             self._cut_experts(module, own)

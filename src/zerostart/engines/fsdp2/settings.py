@@ -322,7 +322,7 @@ class MeshShares:
         """Return the layout on ``rank`` of the parameter ``name``, which is whole in ``shape``."""
         section, owners = self.section(name, shape, rank)
         place = self.parallelism.owners(name, self.place(rank))[0]
-        return section.holds(
+        return section.expand(
             dimension_shard(section.shape, self.dimension(name, section, owners), place, owners)
         )
 

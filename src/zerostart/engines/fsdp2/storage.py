@@ -24,11 +24,11 @@ from zerostart.engines.shard import Shard, replace_everywhere
 from zerostart.errors import EngineError
 from zerostart.geometry.layout import Layout, dimension_shard, replicated
 from zerostart.transfer import Arena, page_locked
-from zerostart.upstream.torch.tensors import adopt_local_tensors, hide_padding, over
+from zerostart.upstream.torch.tensors import adopt_local_tensors, hide_padding, wrap_local
 
 
 def arena_of(settings: FSDP2Settings, device: torch.device) -> Arena:
-    """Memory for shards: of ``device``, unless the settings have them on the host."""
+    """Return the memory for shards, on ``device`` or, by the settings, on the host."""
     if settings.pinned:
         return Arena(torch.device("cpu"), page_locked)
     return Arena(torch.device("cpu") if settings.offloaded else device)
@@ -42,7 +42,7 @@ def give_storage(
     at: Callable[[str, int], Layout],
     chunk: Callable[[str], Sequence[int]],
 ) -> list[Shard]:
-    """Allocate the local tensor of each parameter, and whole ones that are not sharded.
+    """Allocate the local tensor of each parameter, sharded or whole.
 
     ``at`` gives the layout of a parameter on any rank, ``chunk`` the shape of a full chunk of it, for which
     FSDP2 keeps room.
@@ -57,7 +57,7 @@ def give_storage(
     shards = []
     for name, layout, place in placed:
         old = parameters[name]
-        storage = _from_its_start(arena.take(place, layout.numel, old.dtype))
+        storage = _detach_from_arena(arena.take(place, layout.numel, old.dtype))
         new[id(old)] = _over(old, name, storage.view(tuple(chunk(name))))
         shards.append(Shard(name, layout, storage, functools.partial(at, name)))
     replace_everywhere(model, new)
@@ -69,7 +69,7 @@ def give_storage(
     return shards
 
 
-def _from_its_start(part: torch.Tensor) -> torch.Tensor:
+def _detach_from_arena(part: torch.Tensor) -> torch.Tensor:
     """Return ``part`` of an arena over a storage that begins with it and keeps the arena.
 
     A DTensor shows the offset of its local tensor as its own. With an offset other than 0 torch assumes that
@@ -81,14 +81,14 @@ def _from_its_start(part: torch.Tensor) -> torch.Tensor:
 
 
 def _over(old: nn.Parameter, name: str, local: torch.Tensor) -> nn.Parameter:
-    data = over(require_dtensor(old, name), local) if old.dim() else local
+    data = wrap_local(require_dtensor(old, name), local) if old.dim() else local
     new = nn.Parameter(data, requires_grad=old.requires_grad)
     new.__dict__.update({k: v for k, v in old.__dict__.items() if not k.startswith("_local")})
     return new
 
 
 def require_dtensor(parameter: nn.Parameter, name: str) -> DTensor:
-    """The parameter's data, a DTensor. Raises EngineError if it is none."""
+    """Return the parameter's data, a DTensor; raise EngineError for other tensors."""
     data = parameter.data
     if not isinstance(data, DTensor):
         raise EngineError(
@@ -127,20 +127,20 @@ def holders(parameter: DTensor) -> tuple[int, int]:
 
 
 def _places(mesh: DeviceMesh) -> dict[int, tuple[int, ...]]:
-    """The coordinates of each rank in a mesh; found out once for all parameters."""
-    places_of_ranks = _known.get(mesh)
+    """Return the coordinates of each rank in a mesh, computed once for all parameters."""
+    places_of_ranks = _mesh_places.get(mesh)
     if places_of_ranks is None:
         places = itertools.product(*map(range, mesh.mesh.shape))
         places_of_ranks = dict(zip(mesh.mesh.flatten().tolist(), places, strict=True))
-        _known[mesh] = places_of_ranks
+        _mesh_places[mesh] = places_of_ranks
     return places_of_ranks
 
 
-_known: weakref.WeakKeyDictionary[DeviceMesh, dict[int, tuple[int, ...]]] = weakref.WeakKeyDictionary()
+_mesh_places: weakref.WeakKeyDictionary[DeviceMesh, dict[int, tuple[int, ...]]] = weakref.WeakKeyDictionary()
 
 
 def reshard_units(model: nn.Module) -> None:
-    """Put the shards of the units of ``model`` back as its parameters.
+    """Make the shards of the units of ``model`` its parameters again.
 
     A root, or every unit below stage 3, keeps the parameters that its forward has gathered: other objects, in
     the compute dtype, than the trained parameters.

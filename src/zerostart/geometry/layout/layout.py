@@ -43,7 +43,7 @@ class Layout:
     boxes: tuple[LocalBox, ...]
 
     def part(self, number: int, count: int) -> Layout:
-        """Part ``number`` of ``count`` nearly equal ones without overlap; the storage stays the same."""
+        """Return part ``number`` of ``count`` nearly equal parts in the same storage."""
         # Parts divide the elements of the boxes in order, so that all holders of the share cut it alike.
         total = sum(placed.box.numel for placed in self.boxes)
         first, stop = total * number // count, total * (number + 1) // count
@@ -68,7 +68,7 @@ class Layout:
             for piece in whole("", self.shape):
                 for copy in copies_between(piece, placed.box, placed.to, placed.strides):
                     # A piece that is the parameter itself: addresses in it are places in the row-major order.
-                    runs += _unrolled(copy.start, copy.to, copy.loops)
+                    runs += _unroll(copy.start, copy.to, copy.loops)
         return runs
 
 
@@ -111,15 +111,13 @@ def replicated(shape: Sequence[int]) -> Layout:
     return Layout(tuple(shape), total, total, (box,) if total else ())
 
 
-def _unrolled(start: int, to: int, loops: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+def _unroll(start: int, to: int, loops: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
     if not loops:
         return [(start, 1, to)]
     size, source, destination = loops[0]
     if len(loops) == 1 and source == destination == 1:
         return [(start, size, to)]
-    return [
-        run for i in range(size) for run in _unrolled(start + i * source, to + i * destination, loops[1:])
-    ]
+    return [run for i in range(size) for run in _unroll(start + i * source, to + i * destination, loops[1:])]
 
 
 # One rank's local tensor of a parameter that a mesh axis cuts, before the engine shards it further.
@@ -140,16 +138,16 @@ class Section:
     #: Boxes of the parameter, each with its origin in the local tensor; none if the rank has no part.
     boxes: tuple[tuple[Box, tuple[int, ...]], ...]
 
-    def holds(self, layout: Layout) -> Layout:
-        """``layout`` of the local tensor, as a layout of the parameter.
+    def expand(self, layout: Layout) -> Layout:
+        """Convert a layout of the local tensor to a layout of the parameter.
 
-        Raises ValueError for one of a tensor of another shape.
+        Raises ValueError for a layout of another shape.
         """
         if layout.shape != self.shape:
             raise ValueError(f"a layout of shape {layout.shape} does not fit a section of shape {self.shape}")
         placed = []
         for inner in layout.boxes:
-            for origin, start, extent in self._meeting(inner.box):
+            for origin, start, extent in self._overlaps(inner.box):
                 # The storage does not move: the offset of the part in the inner box is its offset in the
                 # storage.
                 offset = sum(
@@ -158,7 +156,7 @@ class Section:
                 placed.append(LocalBox(Box(origin, extent), inner.to + offset, inner.strides))
         return Layout(self.whole, layout.numel, layout.owned, tuple(placed))
 
-    def _meeting(self, local: Box) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
+    def _overlaps(self, local: Box) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
         for box, place in self.boxes:
             low = tuple(max(a, b) for a, b in zip(local.origin, place, strict=True))
             high = tuple(
@@ -170,12 +168,12 @@ class Section:
                 yield tuple(o + s - p for o, s, p in zip(box.origin, low, place, strict=True)), low, extent
 
 
-def entire(shape: Sequence[int]) -> Section:
+def whole_section(shape: Sequence[int]) -> Section:
     """Return the whole parameter as a section, also one without dimensions."""
-    return ranged(shape, 0, [(0, shape[0])]) if shape else Section((), (), ((Box((), ()), ()),))
+    return ranged_section(shape, 0, [(0, shape[0])]) if shape else Section((), (), ((Box((), ()), ()),))
 
 
-def packed(shape: Sequence[int], dim: int, parts: Sequence[int], rank: int, size: int) -> Section:
+def packed_section(shape: Sequence[int], dim: int, parts: Sequence[int], rank: int, size: int) -> Section:
     """Chunk each fused part of ``dim`` by itself, and fuse the chunks of a rank.
 
     ``parts`` are the sizes of the parts. Equal parts that divide evenly are DTensor's ``_StridedShard(dim,
@@ -191,10 +189,10 @@ def packed(shape: Sequence[int], dim: int, parts: Sequence[int], rank: int, size
         step = -(-length // size)
         low, high = min(rank * step, length), min((rank + 1) * step, length)
         ranges.append((first + low, first + high))
-    return ranged(shape, dim, ranges)
+    return ranged_section(shape, dim, ranges)
 
 
-def ranged(shape: Sequence[int], dim: int, ranges: Sequence[tuple[int, int]]) -> Section:
+def ranged_section(shape: Sequence[int], dim: int, ranges: Sequence[tuple[int, int]]) -> Section:
     """Return the section with these index ranges of ``dim``, one after the other."""
     dim %= len(shape)
     head, tail = tuple(shape[:dim]), tuple(shape[dim + 1 :])
@@ -219,16 +217,16 @@ PARAMETER_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class FlatRules:
-    """How an optimizer over ``partitions`` ranks flattens a group."""
+    """Rules by which an optimizer over ``partitions`` ranks flattens a group."""
 
     partitions: int
     round_robin: bool = False
     aligned: bool = False
 
     def group(self, numels: Sequence[int], itemsize: int) -> FlatGroup:
-        """The flat group of parameters with ``numels`` elements, in the optimizer's order."""
-        order = _dealt(len(numels), self.partitions) if self.round_robin else range(len(numels))
-        # In elements: so many that a multiple of them is a multiple of PARAMETER_BYTES.
+        """Flatten parameters with ``numels`` elements in the optimizer's order."""
+        order = _deal_round_robin(len(numels), self.partitions) if self.round_robin else range(len(numels))
+        # In elements: a multiple of it is a multiple of PARAMETER_BYTES.
         step = PARAMETER_BYTES // gcd(PARAMETER_BYTES, itemsize) if self.aligned else 1
         offsets, end = [0] * len(numels), 0
         for position in order:
@@ -251,7 +249,7 @@ class FlatGroup:
     def share(self, place: int, shape: Sequence[int], partitions: int) -> Callable[[int], Layout]:
         """Return the layout of each rank's part of parameter number ``place``."""
         offset, numel, size = self.offsets[place], self.numels[place], self.numel // partitions
-        nothing = flat_run(shape, 0, 0)  # what all ranks but one or two have of it, in a large world
+        nothing = flat_run(shape, 0, 0)  # of all ranks but one or two, in a large world
 
         def share(rank: int) -> Layout:
             start = max(rank * size - offset, 0)
@@ -261,7 +259,7 @@ class FlatGroup:
         return share
 
     def gaps(self) -> list[tuple[int, int]]:
-        """The padding, as ranges of elements ``(start, stop)``."""
+        """Return the padding as ranges of elements ``(start, stop)``."""
         found, end = [], 0
         for offset, numel in sorted(zip(self.offsets, self.numels, strict=True)):
             if offset > end:
@@ -270,8 +268,8 @@ class FlatGroup:
         return [*found, (end, self.numel)] if end < self.numel else found
 
 
-def _dealt(count: int, partitions: int) -> list[int]:
-    """Every ``partitions``-th, from the first; then from the second, and so on."""
+def _deal_round_robin(count: int, partitions: int) -> list[int]:
+    """List every ``partitions``-th number from 0, then from 1, and so on."""
     return [index for first in range(min(partitions, count)) for index in range(first, count, partitions)]
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from zerostart.errors import ConfigError
-from zerostart.geometry.layout.layout import Section, entire, packed, ranged
+from zerostart.geometry.layout.layout import Section, packed_section, ranged_section, whole_section
 
 # The ranks of a world as a mesh, in integers.
 
@@ -92,7 +92,7 @@ class ShardSpec:
             raise ValueError(
                 f"dimension {dim} of {tuple(shape)} cannot be divided into {self.parts} equal parts"
             )
-        return packed(shape, dim, (each,) * self.parts, rank, size)
+        return packed_section(shape, dim, (each,) * self.parts, rank, size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ class Ranges:
         """Return the section of ``rank``. Raises ValueError for another number of ranks."""
         if size != len(self.ranks):
             raise ValueError(f"a shard specification for {len(self.ranks)} ranks was applied to {size} ranks")
-        return ranged(shape, self.dim, self.ranks[rank])
+        return ranged_section(shape, self.dim, self.ranks[rank])
 
 
 @dataclass(frozen=True)
@@ -258,7 +258,7 @@ class Parallelism:
         if name in self.experts.cuts:
             return self.experts.cuts[name].section(shape, *self.mesh.expert(rank))
         cut = self.tensors.cuts.get(name)
-        return cut.section(shape, *self.mesh.tensor(rank)) if cut is not None else entire(shape)
+        return cut.section(shape, *self.mesh.tensor(rank)) if cut is not None else whole_section(shape)
 
     def expert_sections(self, name: str) -> list[Section]:
         """List the sections of an experts' parameter on the ranks of an expert-parallel group."""

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from zerostart import engines
-from zerostart.checkpoint.source import Files
+from zerostart.checkpoint.source import WeightFiles
 from zerostart.distributed.world import current_world
 from zerostart.errors import ConfigError
 from zerostart.integrations.engine_setup import EngineSetup
@@ -24,7 +24,7 @@ from zerostart.loading.request import Request
 from zerostart.loading.run import run
 from zerostart.models import Built, build_fresh, library_of
 from zerostart.upstream.seam import Findings
-from zerostart.upstream.transformers.distributed import AxesAsked, axes_asked
+from zerostart.upstream.transformers.distributed import RequestedAxes, requested_axes
 from zerostart.upstream.transformers.models import mark_expert_parallel, override_plans
 from zerostart.upstream.transformers.quantizers import dequantise, dequantizer
 
@@ -109,9 +109,8 @@ class TransformersLoad(_TransformersCall):
         quantizer = self._quantizer(config)
         self._plan(model)
         named = model.config.dtype
-        source = (
-            state_dict if state_dict is not None else Files(tuple(files or ()), model.config.name_or_path)
-        )
+        weight_files = WeightFiles(tuple(files or ()), model.config.name_or_path)
+        source = weight_files if state_dict is None else state_dict
         dtype = self._setup.dtype or self._dtype
         built = Built(model, self._log, dtype, True, library_of(model), quantizer)
         converter = None if quantizer is not None else config.weight_mapping
@@ -147,7 +146,7 @@ class FromConfigLoad(_TransformersCall):
         Raises the errors of ``zerostart.load``.
         """
         # A `zero.Init` of the script would partition the model during the build.
-        with engines.contexts_aside():
+        with engines.suspended_contexts():
             built = build_fresh(make, None, self._setup.dtype)
         model: PreTrainedModel = built.model
         self._plan(model)
@@ -215,13 +214,13 @@ def take_parallel_arguments(arguments: dict[str, Any], world_size: int) -> Paral
         config = {"tp_plan": values.get("tp_plan"), "tp_size": values.get("tp_size") or world_size}
     if config is None:
         return ParallelArguments()
-    axes = axes_asked(config)
+    axes = requested_axes(config)
     _refuse(axes, world_size)
     experts = world_size if axes.experts is None else axes.experts
     return ParallelArguments(experts, axes.tensors, axes.expert_plan, axes.tensor_plan)
 
 
-def _refuse(axes: AxesAsked, world_size: int) -> None:
+def _refuse(axes: RequestedAxes, world_size: int) -> None:
     """Raise ConfigError for unsupported axes."""
     if axes.stages > 1:
         raise ConfigError(
@@ -245,7 +244,7 @@ def _refuse(axes: AxesAsked, world_size: int) -> None:
             f"distributed_config has fsdp_size={axes.data}, but {world_size} ranks with "
             f"tensor_parallel={axes.tensors} see {shared} batches; leave fsdp_size out"
         )
-    if axes.nothing and world_size > 1:
+    if axes.is_trivial and world_size > 1:
         raise ConfigError(
             "distributed_config has no axis of more than one rank; pass it ep_size= or tp_size=, "
             "leave it out, or, if it was made with enable_expert_parallel=True, make it after "

@@ -51,7 +51,7 @@ def save_model(
     save_weights(model, directory)
     # The Trainer, or a subclass, writes the other files.
     with (
-        current_world().phase("saving beside the model"),
+        current_world().phase("saving next to the model"),
         already_saved(model, directory),
         already_saved(trainer.model, directory),
     ):
@@ -127,7 +127,7 @@ def load_optimizer_and_scheduler(
 
 
 def prepare_for_training(original: Original, *, self: Trainer, **_: object) -> object:
-    """``Trainer._prepare_for_training``: train a model on DeepSpeed for a second time.
+    """Replace ``Trainer._prepare_for_training``: let DeepSpeed train a model a second time.
 
     ``train`` has destroyed the engine of the last call, and takes it for a wrapped model.
     """
@@ -137,7 +137,7 @@ def prepare_for_training(original: Original, *, self: Trainer, **_: object) -> o
 
 
 def evaluation_loop(original: Original, *, self: Trainer, **_: object) -> object:
-    """``Trainer.evaluation_loop``: evaluate a sharded model before training, and leave it as it was.
+    """Replace ``Trainer.evaluation_loop``: evaluate a sharded model before training.
 
     The Trainer would prepare the model here for evaluation only, and could not train it afterwards.
     """

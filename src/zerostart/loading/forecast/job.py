@@ -10,11 +10,11 @@ import numpy as np
 
 from zerostart.distributed.world import World, default_device
 from zerostart.engines import RANKS_OF_A_MACHINE
-from zerostart.engines.forecast import Target
+from zerostart.engines.forecast import Hardware
 from zerostart.live.report import Clock
 from zerostart.loading.forecast.memory import moments_of, optimizer_of, parameter_bytes, peaks
 from zerostart.loading.forecast.reading import counts_of, owned_by, rates_of, timed
-from zerostart.loading.forecast.result import Fit, Limits, Memory, RankForecast, WorldPlan
+from zerostart.loading.forecast.result import Fit, Limits, PhaseMemory, RankForecast, WorldPlan
 from zerostart.loading.preparation import isolated, prepare
 from zerostart.loading.request import Request
 from zerostart.transfer.planning import Count
@@ -52,7 +52,7 @@ def _forecast(request: Request, world_size: int, rank: int | None, machine: Mach
     limits = Limits.of(machine.device_memory, machine.host_memory, world_size)
     rates = rates_of(tuning.rates, machine.storage_rate, machine.interconnect_rate)
     optimizer = optimizer_of(machine.optimizer, engine.configured_optimizer)
-    target = Target(limits.accelerator, world_size)
+    target = Hardware(limits.accelerator, world_size)
     placed = engine.placements(model, prepared.parallelism)
     # Ranks with equal shards are counted once.
     twins = {one: placed.twin(one) for one in (range(world_size) if rank is None else [rank])}
@@ -66,7 +66,8 @@ def _forecast(request: Request, world_size: int, rank: int | None, machine: Mach
     moments = moments_of(model, engine, placed, shares, np.array(staged, np.int64), optimizer, target)
     memory = dict(zip(shown, peaks(moments, len(shown), target), strict=True))
     # ``0 * shares.trained`` makes an array of a single number.
-    resident = (shares.device if placed.held is None else placed.held) + shares.buffers + 0 * shares.trained
+    own = shares.device if placed.resident_bytes is None else placed.resident_bytes
+    resident = own + shares.buffers + 0 * shares.trained
     on_device = dict(zip(shown, resident.tolist(), strict=True))
     read = dict(zip(shown, counts, strict=True))
     ranks = [_of_rank(one, read[twin], on_device[twin], memory[twin]) for one, twin in twins.items()]
@@ -94,7 +95,7 @@ def _forecast(request: Request, world_size: int, rank: int | None, machine: Mach
     )
 
 
-def _of_rank(rank: int, read: Count, device_bytes: int, memory: Mapping[str, Memory]) -> RankForecast:
+def _of_rank(rank: int, read: Count, device_bytes: int, memory: Mapping[str, PhaseMemory]) -> RankForecast:
     return RankForecast(
         rank=rank,
         read_bytes=read.nbytes,
@@ -112,7 +113,7 @@ def _shown(rates: Rates) -> dict[str, float | None]:
     return {name: None if math.isinf(rate) else rate for name, rate in named.items()}
 
 
-def fits_of(memory: Sequence[Mapping[str, Memory]], limits: Limits, world_size: int) -> tuple[Fit, ...]:
+def fits_of(memory: Sequence[Mapping[str, PhaseMemory]], limits: Limits, world_size: int) -> tuple[Fit, ...]:
     """Compare the highest peaks of all ranks with the prepared limits."""
     local = min(world_size, RANKS_OF_A_MACHINE)
     fits = []

@@ -14,17 +14,17 @@ from zerostart.engines.flat_buffers import MESSAGE
 from zerostart.engines.forecast import (
     Array,
     Gathers,
+    Hardware,
     MemoryInputs,
     MemoryPeak,
     OptimizerCost,
     ParameterBytes,
     Sizes,
-    Target,
 )
 from zerostart.engines.placements import DEVICE, HOST
 from zerostart.errors import ConfigError
 from zerostart.geometry.layout import Parallelism
-from zerostart.loading.forecast.result import PHASES, Memory
+from zerostart.loading.forecast.result import PHASES, PhaseMemory
 
 
 def moments_of(
@@ -34,14 +34,14 @@ def moments_of(
     shares: ParameterBytes,
     staged: Array | int,
     optimizer: OptimizerCost,
-    target: Target,
+    target: Hardware,
 ) -> list[MemoryPeak]:
     """List the moments at which memory may be highest.
 
     ``staged`` are bytes of staging buffers on the host while reading. Activations are not
     included: they depend on the batch.
     """
-    whole = placed.held
+    whole = placed.resident_bytes
     parameters = shares.device if whole is None else whole
     resident = {"parameters": parameters, "buffers": shares.buffers}
     loads = [MemoryPeak("load", {"parameters": shares.host, "staging": staged}, resident)]
@@ -51,7 +51,7 @@ def moments_of(
     return [*loads, *engine.memory_peaks(model, MemoryInputs(shares, optimizer, target, whole or 0))]
 
 
-def peaks(moments: Iterable[MemoryPeak], ranks: int, target: Target) -> list[dict[str, Memory]]:
+def peaks(moments: Iterable[MemoryPeak], ranks: int, target: Hardware) -> list[dict[str, PhaseMemory]]:
     """Return the highest memory of each rank and phase, by component."""
     # If the device is the CPU, `on` counts device memory as host memory.
     placed = [moment.on(target) for moment in moments]
@@ -59,13 +59,13 @@ def peaks(moments: Iterable[MemoryPeak], ranks: int, target: Target) -> list[dic
     hosts = {phase: _highest([m.host for m in group], ranks) for phase, group in of_phase.items()}
     devices = {phase: _highest([m.device for m in group], ranks) for phase, group in of_phase.items()}
     # Equal ranks share one object: a big job has few kinds of ranks.
-    shared: dict[tuple[int, ...], dict[str, Memory]] = {}
+    shared: dict[tuple[int, ...], dict[str, PhaseMemory]] = {}
     memory = []
     for rank in range(ranks):
         rows = {phase: (hosts[phase][rank], devices[phase][rank]) for phase in PHASES if of_phase[phase]}
         # -1 and -2 separate host, device and phases.
         key = tuple(v for host, device in rows.values() for v in (*host.values(), -1, *device.values(), -2))
-        memory.append(shared.setdefault(key, {phase: Memory(*row) for phase, row in rows.items()}))
+        memory.append(shared.setdefault(key, {phase: PhaseMemory(*row) for phase, row in rows.items()}))
     return memory
 
 

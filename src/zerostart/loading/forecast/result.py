@@ -21,7 +21,7 @@ PHASE_TITLES = {"load": "load", "initialize": "initialize", "step": "first step"
 
 
 @dataclass(frozen=True)
-class Memory:
+class PhaseMemory:
     """Highest memory of a rank in a phase, in bytes by component.
 
     ``host`` and ``device`` may be highest at different moments. ``device`` is empty if the device is the CPU.
@@ -56,7 +56,7 @@ class RankForecast:
     peak_host_bytes: int
     peak_device_bytes: int = 0
     read_seconds: float = 0.0
-    memory: Mapping[str, Memory] = field(default_factory=dict)
+    memory: Mapping[str, PhaseMemory] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, object]:
         """Return plain data, with peaks ``{phase: {host, device}}`` in bytes for ``memory``."""

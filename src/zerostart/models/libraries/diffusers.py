@@ -18,7 +18,7 @@ from zerostart.checkpoint.source import config_path, read_config
 from zerostart.checkpoint.strict_json import JsonObject
 from zerostart.errors import BuildError, ConversionError, UnsupportedVersionError
 from zerostart.models.aliases import state_names
-from zerostart.models.library import Built, Construction, ModelLibrary, OwnLoading, Stored
+from zerostart.models.library import BuildRequest, Built, Construction, ModelLibrary, OwnLoading
 from zerostart.recipe import (
     Recipes,
     SymbolicTensor,
@@ -29,7 +29,7 @@ from zerostart.recipe import (
     run_converter,
 )
 from zerostart.upstream.diffusers import weights as upstream
-from zerostart.upstream.diffusers.weights import fix_names, model_class, original_layout, require
+from zerostart.upstream.diffusers.weights import fix_names, model_class, original_layout, require_version
 from zerostart.upstream.guard import Function
 from zerostart.upstream.transformers.models import without_bars
 
@@ -81,7 +81,7 @@ class Diffusers(ModelLibrary):
             "put the one of your model next to the file, or pass model=lambda: Class(...)"
         )
 
-    def require(self, kind: type[nn.Module] | None, root: str | None) -> None:
+    def import_code(self, kind: type[nn.Module] | None, root: str | None) -> None:
         """Import diffusers and the class in the configuration.
 
         Raises BuildError or UnsupportedVersionError.
@@ -89,18 +89,18 @@ class Diffusers(ModelLibrary):
         if kind is None:
             _find_class(read_config(str(root)) or {}, str(root))
 
-    def construction(self, kind: type[nn.Module] | None, stored: Stored) -> Construction:
+    def construction(self, kind: type[nn.Module] | None, request: BuildRequest) -> Construction:
         """Build in the final dtype, since buffers depend on it.
 
         Raises BuildError for a class that diffusers does not have.
         """
-        config = read_config(stored.root) if stored.root else None
+        config = read_config(request.root) if request.root else None
         if config is None:
-            config = self.configuration_of(stored.shapes, kind)
-        chosen = _find_class(config or {}, str(stored.root)) if kind is None else kind
-        building = _choose_floating(stored.asked or stored.main)
+            config = self.configuration_of(request.shapes, kind)
+        chosen = _find_class(config or {}, str(request.root)) if kind is None else kind
+        building = _choose_floating(request.dtype or request.main_dtype)
         return Construction(
-            chosen.__name__, lambda: _construct(chosen, stored.root, config), building, stored.asked
+            chosen.__name__, lambda: _construct(chosen, request.root, config), building, request.dtype
         )
 
     def expectations(self, built: Built) -> dict[str, Target]:
@@ -170,7 +170,7 @@ def _choose_floating(dtype: torch.dtype | None) -> torch.dtype:
 
 def _find_class(config: Mapping[str, object], root: str) -> type[nn.Module]:
     """Return the class of a configuration. Raises BuildError without one."""
-    require()
+    require_version()
     name = str(config.get("_class_name"))
     kind = model_class(name)
     if kind is None:

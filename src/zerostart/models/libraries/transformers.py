@@ -21,7 +21,7 @@ from zerostart.checkpoint.source import read_config
 from zerostart.checkpoint.strict_json import JsonObject
 from zerostart.errors import BuildError, CheckpointError, ConversionError
 from zerostart.models.aliases import state_names
-from zerostart.models.library import Attention, Built, Construction, ModelLibrary, OwnLoading, Stored
+from zerostart.models.library import Attention, BuildRequest, Built, Construction, ModelLibrary, OwnLoading
 from zerostart.recipe import (
     CheckpointSymbols,
     Coverage,
@@ -36,10 +36,10 @@ from zerostart.recipe import (
 from zerostart.upstream.transformers import attention as attention_parts
 from zerostart.upstream.transformers import models as upstream
 from zerostart.upstream.transformers.models import (
-    class_beside,
+    checkpoint_class,
     is_configuration,
     loading_core,
-    unasked,
+    refuse_questions,
     without_bars,
 )
 from zerostart.upstream.transformers.quantizers import dequantizer, method_of, prepare
@@ -70,7 +70,7 @@ class Transformers(ModelLibrary):
         """Accept any configuration: this library is asked last."""
         return True
 
-    def require(self, kind: type[nn.Module] | None, root: str | None) -> None:
+    def import_code(self, kind: type[nn.Module] | None, root: str | None) -> None:
         """Import transformers and the configuration's class. Raises BuildError without one."""
         import transformers
 
@@ -83,13 +83,13 @@ class Transformers(ModelLibrary):
         if kind is None and not any(isinstance(one, type) for one in classes):
             _find_class_and_config(root, kind)
 
-    def construction(self, kind: type[nn.Module] | None, stored: Stored) -> Construction:
+    def construction(self, kind: type[nn.Module] | None, request: BuildRequest) -> Construction:
         """Build in the requested, the configuration's or the checkpoint's dtype.
 
         Raises BuildError for a configuration that names no class.
         """
-        made, config = _find_class_and_config(stored.root, kind, stored.trusted)
-        dtype = stored.asked or _parse_dtype(getattr(config, "dtype", None)) or stored.first
+        made, config = _find_class_and_config(request.root, kind, request.trust_remote_code)
+        dtype = request.dtype or _parse_dtype(getattr(config, "dtype", None)) or request.first_dtype
         chosen = dtype or torch.get_default_dtype()
         return Construction(made.__name__, lambda: made(_set_dtype(config, chosen)), chosen, chosen)
 
@@ -106,19 +106,19 @@ class Transformers(ModelLibrary):
         made, named = _find_class(own), dtype or _parse_dtype(getattr(own, "dtype", None))
         return functools.partial(made, own if named is None else _set_dtype(own, named)), named
 
-    def whole_dtype(self, model: nn.Module, stored: Stored, is_module: bool) -> torch.dtype | None:
+    def whole_dtype(self, model: nn.Module, request: BuildRequest, is_module: bool) -> torch.dtype | None:
         """Use the requested dtype, else the configuration's, else the checkpoint's.
 
         Raises BuildError for a file that is no configuration.
         """
         config: PreTrainedConfig = model.config
         if is_module:
-            path = Path(stored.root or "") / "config.json"
-            named = _read_config(stored.root) if stored.root and path.is_file() else {}
+            path = Path(request.root or "") / "config.json"
+            named = _read_config(request.root) if request.root and path.is_file() else {}
             own = _parse_dtype(named.get("dtype") or named.get("torch_dtype"))
         else:
             own = _parse_dtype(getattr(config, "dtype", None))
-        return stored.asked or own or stored.first
+        return request.dtype or own or request.first_dtype
 
     def quantizer(self, model: nn.Module, root: str | None, dtype: torch.dtype | None) -> object:
         """Return the quantizer for the configuration next to the weights.
@@ -261,12 +261,12 @@ def _find_class_and_config(
     # As in from_pretrained, a class reads its own configuration, which may be a part of the checkpoint's.
     reader = getattr(kind, "config_class", None)
     try:
-        with unasked():
+        with refuse_questions():
             if reader is not None:
                 config = reader.from_pretrained(root)
             else:
                 config = transformers.AutoConfig.from_pretrained(root, trust_remote_code=trusted)
-            own_class = class_beside(config, str(root)) if trusted and coded and kind is None else None
+            own_class = checkpoint_class(config, str(root)) if trusted and coded and kind is None else None
     except Exception as error:
         if coded and not trusted:
             raise BuildError(f"{root}/config.json: {_CODE}") from error

@@ -147,7 +147,8 @@ def compare_files(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Diffe
     """Compare two checkpoints, each of which is read once."""
     states = is_state(a) and is_state(b)
     counts_by_name: dict[str, tuple[float, int]] = {}
-    with Stored(open_catalogs(a, not states)) as ours, Stored(open_catalogs(b, not states)) as theirs:
+    catalogs = (open_catalogs(one, not states) for one in (a, b))
+    with TensorReader(next(catalogs)) as ours, TensorReader(next(catalogs)) as theirs:
         kinds, others = ({n: (e.dtype, e.shape) for n, e in s.tensors.items()} for s in (ours, theirs))
         comparable = [name for name, kind in kinds.items() if _is_comparable(kind, others.get(name))]
 
@@ -231,7 +232,7 @@ def open_catalogs(source: str | os.PathLike[str], model_only: bool) -> list[tupl
     return [("", open_catalog(path))]
 
 
-class Stored(ExitStack):
+class TensorReader(ExitStack):
     """Reader of the tensors of catalogs by name; threads may share it."""
 
     def __init__(self, catalogs: Sequence[tuple[str, Catalog]]) -> None:

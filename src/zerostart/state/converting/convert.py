@@ -186,7 +186,7 @@ def _build_model(catalog: Catalog) -> tuple[Built, Mapping[str, Recipe]]:
     stored = {name: torch_dtype(entry.dtype, name) for name, entry in catalog.weights.items()}
     first = next((d for d in stored.values() if d.is_floating_point and d.itemsize > 1), None)
     main = main_dtype(catalog.weights.values())
-    models.require(None, catalog.root, shapes)
+    models.import_code(None, catalog.root, shapes)
     built = models.build(None, catalog.root, None, first, main, False, shapes)
     models.set_dtypes(built, stored)
     recipes = built.recipes(catalog, built.library.expectations(built))

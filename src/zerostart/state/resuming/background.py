@@ -35,7 +35,7 @@ from zerostart.state.resuming.training_state import Content
 from zerostart.state.saving.writing import Outgoing, share
 from zerostart.transfer.buffers import Arena, page_locked
 from zerostart.transfer.planning.writes import split_shares
-from zerostart.upstream.torch.process_group import BeforeTheEnd
+from zerostart.upstream.torch.process_group import BeforeDestroy
 
 logger = logging.getLogger("zerostart")
 
@@ -100,7 +100,7 @@ def _wait_for_last() -> None:
         saving.wait()
 
 
-_before_the_end = BeforeTheEnd(_wait_for_last)
+_before_the_end = BeforeDestroy(_wait_for_last)
 
 
 @atexit.register

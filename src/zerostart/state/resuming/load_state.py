@@ -235,13 +235,13 @@ def restore_state(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     extra_tensors: Sequence[StateTensor] = (),
-    stepped: bool = True,
+    with_optimizer: bool = True,
     counters: bool = True,
 ) -> Any:
     """Load a training checkpoint as ``zerostart.load_state`` documents it.
 
     ``extra_tensors`` are further tensors of parameters to fill; raises CheckpointError for one that was not
-    saved. Without ``stepped`` only weights and masters are read: optimizer states, gradients and random
+    saved. Without ``with_optimizer`` only weights and masters are read: states, gradients and random
     states are unchanged. Without ``counters`` the engine's counters are unchanged.
     """
     world = current_world()
@@ -256,15 +256,15 @@ def restore_state(
             training.state.watch()
             check_restorable(training)
             _check_names(training, saved)
-            if stepped:
+            if with_optimizer:
                 _check_optimizers(training, saved, world)
             targets = [*_list_parameters(training, saved, world), *_list_extra_tensors(extra_tensors, saved)]
         # Empty tensors that the same reads fill.
-        extra, rows = _allocate_extra(saved), _allocate_random_rows(saved) if stepped else {}
+        extra, rows = _allocate_extra(saved), _allocate_random_rows(saved) if with_optimizer else {}
         # All checks are done: the optimizer changes from here on.
         with torch.no_grad(), world.phase("planning the reads"):
             targets += _list_masters(training, saved)
-            if stepped:
+            if with_optimizer:
                 targets += _list_optimizer_state(training, saved, world)
             targets += [(name, replicated(tensor.shape), tensor.view(-1)) for name, tensor in extra.items()]
             targets += [(name, _row_layout(saved, name, world), row) for name, row in rows.items()]
@@ -280,7 +280,7 @@ def restore_state(
         # Random states last: nothing may draw random numbers after them.
         with world.phase("restoring counters and random states"):
             if counters:
-                _restore_engine(training, saved, extra, stepped)
+                _restore_engine(training, saved, extra, with_optimizer)
             _restore_around(training, saved, extra)
             _restore_modules(training, saved, extra)
             _restore_random(saved, rows, world)

@@ -18,14 +18,14 @@ from torch.distributed.tensor import DTensor
 
 from zerostart.checkpoint.strict_json import JsonMapping, JsonObject
 from zerostart.distributed.world import World
-from zerostart.engines import Shard, Stepped
+from zerostart.engines import Shard, SteppedTensor
 from zerostart.errors import CheckpointError, ConfigError
 from zerostart.geometry.layout import replicated
 from zerostart.geometry.layout.layout import flat_run
 from zerostart.live.training import LiveTraining, StateTensor, is_elementwise, is_number, member_shard
 from zerostart.recipe import spelling
 from zerostart.state.resuming.values import decode, dtype_of, encode
-from zerostart.upstream.torch.stepped import computes, inner_optimizers, own_values, rule_of
+from zerostart.upstream.torch.optimizer_steps import computes, inner_optimizers, own_values, rule_of
 from zerostart.upstream.torch.tensors import bypass_interception
 
 logger = logging.getLogger("zerostart")
@@ -135,7 +135,7 @@ def _restore_number(
     key: str,
     names: Sequence[str],
     numbers: Mapping[str, Mapping[str, object]],
-    step: Stepped,
+    step: SteppedTensor,
     document: JsonMapping,
 ) -> object:
     """Return the number of a stepped tensor, in the form that its optimizer uses."""
@@ -174,15 +174,15 @@ def _plain_number(value: object) -> Any:
 
 
 def _allocate(
-    key: str, names: Sequence[str], current: object, step: Stepped, stored: Mapping[str, str]
+    key: str, names: Sequence[str], current: object, step: SteppedTensor, stored: Mapping[str, str]
 ) -> torch.Tensor:
     path = next(f"optimizer/{key}/{name}" for name in names if f"optimizer/{key}/{name}" in stored)
     saved = dtype_of(stored[path])
     name = path.split("/", 2)[2]
     # The saved optimizer stepped the master, if there was one.
-    stepped = stored.get(f"master/{name}") or stored[f"model/{name}"]
+    master_dtype = stored.get(f"master/{name}") or stored[f"model/{name}"]
     dtype = saved
-    if saved.is_floating_point and stepped != spelling(step.tensor.dtype):
+    if saved.is_floating_point and master_dtype != spelling(step.tensor.dtype):
         dtype = step.tensor.dtype  # as torch's optimizers load a state of another precision
     with torch.no_grad(), bypass_interception():
         if (
@@ -248,7 +248,7 @@ def _apply_settings(
 
 def check_saveable(training: LiveTraining) -> None:
     """Raise ConfigError for an optimizer with more than states of its parameters."""
-    stepped = {id(step.tensor) for step in training.steps}
+    known = {id(step.tensor) for step in training.steps}
     for optimizer in list_optimizers(training.steps):
         name = type(optimizer).__name__
         for attribute, inner in inner_optimizers(optimizer).items():
@@ -258,7 +258,7 @@ def check_saveable(training: LiveTraining) -> None:
                 "of the outer one in extra, or train with one optimizer"
             )
         for key, value in optimizer.state.items():
-            is_known = isinstance(key, torch.Tensor) and (training.state.owns_optimizer or id(key) in stepped)
+            is_known = isinstance(key, torch.Tensor) and (training.state.owns_optimizer or id(key) in known)
             if value and not is_known:
                 raise ConfigError(
                     f"the optimizer {name} has state for a tensor that is in none of its groups, and it "
@@ -271,7 +271,7 @@ def check_saveable(training: LiveTraining) -> None:
             )
 
 
-def list_optimizers(steps: Sequence[Stepped]) -> list[torch.optim.Optimizer]:
+def list_optimizers(steps: Sequence[SteppedTensor]) -> list[torch.optim.Optimizer]:
     """Return the distinct optimizers of the steps."""
     return list({id(step.optimizer): step.optimizer for step in steps}.values())
 
@@ -378,11 +378,11 @@ def collect_local_states(training: LiveTraining, world: World) -> tuple[list[Sha
     return shards, document
 
 
-def _is_whole(step: Stepped, training: LiveTraining) -> bool:
+def _is_whole(step: SteppedTensor, training: LiveTraining) -> bool:
     return not training.state.owns_optimizer and step.is_parameter and not isinstance(step.tensor, DTensor)
 
 
-def _share_checksum(step: Stepped, training: LiveTraining) -> int:
+def _share_checksum(step: SteppedTensor, training: LiveTraining) -> int:
     members = []
     for member in step.members:
         name = training.name_of(member.parameter)

@@ -68,10 +68,10 @@ def _check_alike(content: Content, world: World) -> None:
     """Raise ConfigError, on every rank, if ranks save different things; collective."""
     names = zlib.crc32(repr((content.model[0], content.state[0])).encode())
     groups = [group["parameters"] for group in content.document["optimizer"].get("groups", ())]
-    stepped = zlib.crc32(repr((content.document["optimizer"].get("class"), groups)).encode())
+    optimizer_sum = zlib.crc32(repr((content.document["optimizer"].get("class"), groups)).encode())
     extra = checksum(content.document["extra"], content.whole)
     # The name of the collective differs on ranks with other tensors, which is an error.
-    place = f"saving the tensors with the checksum {names:08x} and the optimizer with {stepped:08x}"
+    place = f"saving the tensors with the checksum {names:08x} and the optimizer with {optimizer_sum:08x}"
     checksums = world.all_gather_object(extra, place)
     different = next((rank for rank, theirs in enumerate(checksums) if theirs != checksums[0]), None)
     if different is not None:

@@ -416,7 +416,7 @@ def _gather(factor: LogicalTensor) -> torch.Tensor:
     shard = factor.shard
     boxes, storage = shard.layout.boxes, shard.storage.detach()
     # A replica that this rank holds whole needs no collective.
-    if shard.held[1] > 1 and [placed.box.numel for placed in boxes] == [prod(shard.layout.shape)]:
+    if shard.replica[1] > 1 and [placed.box.numel for placed in boxes] == [prod(shard.layout.shape)]:
         (placed,) = boxes
         at = int(storage.storage_offset()) + placed.to
         return storage.as_strided(shard.layout.shape, placed.strides, at).cpu()

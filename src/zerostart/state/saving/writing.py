@@ -96,7 +96,7 @@ def write_tensors(
     """Write ``entries`` into safetensors files in ``folder`` of a publication; collective.
 
     ``entries``, and the targets of ``outgoing``, have the same order on all ranks. Together the ranks hold
-    each element once (``Shard.held`` marks replicas). ``memory_limit`` is the maximum size of a rank's
+    each element once (``Shard.replica`` marks replicas). ``memory_limit`` is the maximum size of a rank's
     buffers, in bytes; None: 40 MiB, and 64 MiB for a store. The other arguments are those of
     ``plan_shards``. Raises WriteError, ConfigError, and CheckpointError for an element that no rank or two
     ranks hold; then no file is left.
@@ -130,7 +130,7 @@ def write_tensors(
 
 def share(shard: Shard) -> tuple[Layout, tuple[int, int], int]:
     """Return the layout, replica and element size of a shard, as ``split_shares`` takes them."""
-    return shard.layout, shard.held, shard.storage.itemsize
+    return shard.layout, shard.replica, shard.storage.itemsize
 
 
 def plan_own_writes(
@@ -154,7 +154,7 @@ def plan_own_writes(
     return plan_writes(layout, own(), chunk_size, page), storages
 
 
-class Files:
+class LocalPlace:
     """A local directory to save to; rank 0 writes small files into it."""
 
     def __init__(self, directory: Path) -> None:
@@ -232,7 +232,7 @@ class FileOutput:
 class Publication:
     """A save before it is published."""
 
-    place: Files | StorePlace
+    place: LocalPlace | StorePlace
     #: Content of ``zerostart.json`` or ``state.json``; only rank 0's is written.
     document: JsonObject = field(default_factory=dict)
     #: Final names of weights by their staged names; filled on all ranks by the publication.
@@ -295,7 +295,7 @@ def open_publication(
         try:
             target = world.broadcast_object(begin, "making a directory to save to")
             store = None if isinstance(staging, Staging) else staging
-            place = Files(target) if isinstance(target, Path) else StorePlace(target, store)
+            place = LocalPlace(target) if isinstance(target, Path) else StorePlace(target, store)
             publication = Publication(place)
             with publication.open_phase(world, "writing the files"):
                 place.check_visible(world)

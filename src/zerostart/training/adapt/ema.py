@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from zerostart.distributed.world import World
-from zerostart.engines import Member, Shard, Stepped
+from zerostart.engines import Member, Shard, SteppedTensor
 from zerostart.live.model import LiveModel
 from zerostart.live.training import LiveTraining, StateTensor, member_shard
 from zerostart.state.saving.contents import TensorOverrides
@@ -31,7 +31,7 @@ class _Averaged:
     """Consecutive elements of a parameter that this rank steps, and their average."""
 
     name: str
-    stepped: Stepped
+    stepped: SteppedTensor
     member: Member
     shard: Shard  # of the parameter
     average: torch.Tensor
@@ -57,7 +57,7 @@ class Ema:
             self._average(step, member, training) for step in training.steps for member in step.members
         ]
 
-    def _average(self, stepped: Stepped, member: Member, training: LiveTraining) -> _Averaged:
+    def _average(self, stepped: SteppedTensor, member: Member, training: LiveTraining) -> _Averaged:
         name = training.name_of(member.parameter)
         shard = training.shards[name]
         storage = member_shard(member, shard, stepped.tensor).storage

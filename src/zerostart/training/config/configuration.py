@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny, field_validator, model_validator
 
 from zerostart.checkpoint.write.shards import parse_size
-from zerostart.training.config.sections import Count, PathText, Positive, Proportion, Section, TaskConfig
+from zerostart.training.config.sections import (
+    ConfigSection,
+    Count,
+    PathText,
+    Positive,
+    Proportion,
+    TaskConfig,
+)
 from zerostart.training.data.media_config import MediaConfig
 
 if TYPE_CHECKING:
@@ -38,7 +45,7 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 Placement = Literal["shard", "replicate", "offload"]
 
 
-class ModelConfig(Section):
+class ModelConfig(ConfigSection):
     """The pretrained weights, and the type in which they are trained."""
 
     path_keys: ClassVar[frozenset[str]] = frozenset({"source"})
@@ -58,7 +65,7 @@ class ModelConfig(Section):
     """false: start mixed precision from weights rounded to 16 bits."""
 
 
-class EngineConfig(Section):
+class EngineConfig(ConfigSection):
     """The engine that shards the model."""
 
     path_keys: ClassVar[frozenset[str]] = frozenset({"config"})  # its content is compared
@@ -82,7 +89,7 @@ class EngineConfig(Section):
         return family.for_stage(self.zero_stage, None, Mesh(1), None)
 
 
-class TrainingConfig(Section):
+class TrainingConfig(ConfigSection):
     """The optimisation; a step has ``batch_size * accumulation`` examples of each rank."""
 
     steps: Positive | None = None
@@ -129,7 +136,7 @@ class TrainingConfig(Section):
         return self.steps
 
     @model_validator(mode="after")
-    def _long(self) -> TrainingConfig:
+    def _check_length(self) -> TrainingConfig:
         if (self.steps is None) == (self.epochs is None):
             problem = "neither is given" if self.steps is None else "both are given"
             raise ValueError(
@@ -138,7 +145,7 @@ class TrainingConfig(Section):
         return self
 
 
-class OutputConfig(Section):
+class OutputConfig(ConfigSection):
     """Directory and format of the trained model."""
 
     path_keys: ClassVar[frozenset[str]] = frozenset({"directory"})
@@ -163,7 +170,7 @@ class OutputConfig(Section):
     """Steps between exports to the folder exports; 0: only at the end."""
 
 
-class CheckpointConfig(Section):
+class CheckpointConfig(ConfigSection):
     """Training checkpoints for ``resume``, in ``checkpoints`` of the output directory."""
 
     every: Count = 0
@@ -176,7 +183,7 @@ class CheckpointConfig(Section):
     """true: write checkpoints while training continues, from copies in host memory."""
 
 
-class TrackingConfig(Section):
+class TrackingConfig(ConfigSection):
     """Trackers that get the figures of ``metrics.jsonl``."""
 
     path_keys: ClassVar[frozenset[str]] = frozenset({"project"})
@@ -187,14 +194,14 @@ class TrackingConfig(Section):
     """Project of the trackers."""
 
 
-class LoggingConfig(Section):
+class LoggingConfig(ConfigSection):
     """Output without a terminal."""
 
     every: Positive = 10
     """Steps between plain lines."""
 
 
-class LoraConfig(Section):
+class LoraConfig(ConfigSection):
     """Low-rank adapters, trained instead of the model.
 
     An adapter is ``alpha / rank`` times a product of two factors.
@@ -227,7 +234,7 @@ class LoraConfig(Section):
         return 1.0 if self.alpha is None else self.alpha / self.rank
 
 
-class EmaConfig(Section):
+class EmaConfig(ConfigSection):
     """An fp32 average of the weights like that of diffusers' ``EMAModel``.
 
     It is saved in ``ema`` of the output directory. Update ``n`` (from 1) keeps the part ``d`` of the average:
@@ -263,7 +270,7 @@ class EmaConfig(Section):
         return max(min(rising, self.decay), self.min_decay)
 
 
-class CacheConfig(Section):
+class CacheConfig(ConfigSection):
     """Latents and embeddings of media, computed once by ``zerostart cache`` or before training."""
 
     path_keys: ClassVar[frozenset[str]] = frozenset({"directory", "source"})
@@ -286,7 +293,7 @@ class CacheConfig(Section):
     vae_dtype: Dtype | None = None
     """Type of the autoencoder; null: that of its files."""
     max_sequence_length: Positive | None = None
-    """Maximum number of tokens of a text, of which the rest is cut; null: the pipeline's default."""
+    """Maximum number of tokens of a text; the rest is dropped; null: the pipeline's default."""
     posterior: Literal["sample", "mode"] = "sample"
     """Latents: drawn from the autoencoder's distribution (sample), or its mode."""
     seed: Count = 0
@@ -304,7 +311,7 @@ class CacheConfig(Section):
         return value
 
 
-class SamplesConfig(Section):
+class SamplesConfig(ConfigSection):
     """Samples drawn by the pipeline of ``model.source`` with the model in training.
 
     A null key is the pipeline's default.
@@ -342,7 +349,7 @@ class SamplesConfig(Section):
     """Frames a second of written videos."""
 
     @model_validator(mode="after")
-    def _one_for_each(self) -> SamplesConfig:
+    def _check_images(self) -> SamplesConfig:
         if self.images is not None and len(self.images) != len(self.prompts):
             raise ValueError(
                 f"images has entries for {len(self.images)} prompts, and there are {len(self.prompts)}: name "
@@ -351,14 +358,14 @@ class SamplesConfig(Section):
         return self
 
 
-class TrainConfig(Section):
+class TrainConfig(ConfigSection):
     """All sections.
 
     A task uses some of ``media``, ``cache`` and ``samples`` and refuses the others.
     """
 
     #: Sections that only some tasks use.
-    of_tasks: ClassVar[tuple[str, ...]] = ("media", "cache", "samples")
+    per_task: ClassVar[tuple[str, ...]] = ("media", "cache", "samples")
 
     model: ModelConfig
     task: SerializeAsAny[TaskConfig]

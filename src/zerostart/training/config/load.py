@@ -24,14 +24,14 @@ class _CheckedConfig(TrainConfig):
     """A configuration whose sections agree with each other."""
 
     @model_validator(mode="after")
-    def _compatible(self) -> _CheckedConfig:
+    def _check_sections(self) -> _CheckedConfig:
         _check_precision(self)
         _check_held_out(self)
         _check_output(self)
         task, name = task_class(self.task.name), self.task.name
-        for section in self.of_tasks:
+        for section in self.per_task:
             if getattr(self, section, None) is not None and section not in task.sections:
-                accepted = ", ".join(one for one in self.of_tasks if one in task.sections) or "none of these"
+                accepted = ", ".join(one for one in self.per_task if one in task.sections) or "none of these"
                 raise ValueError(
                     f"the section {section} is not for task.name {name}, which takes {accepted}; leave it out"
                 )

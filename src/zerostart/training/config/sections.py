@@ -18,7 +18,7 @@ Proportion = Annotated[float, Field(ge=0.0, lt=1.0)]
 PathText = Annotated[str, Field(min_length=1)]
 
 
-class Section(BaseModel):
+class ConfigSection(BaseModel):
     """One immutable section, which refuses unknown keys.
 
     The text below a key in the class is its description; its first sentence becomes a comment in templates.
@@ -46,7 +46,7 @@ class Section(BaseModel):
         return self.model_dump(mode="json", exclude=set(self.path_keys | without))
 
 
-class TaskConfig(Section):
+class TaskConfig(ConfigSection):
     """The task. Its further keys are those of ``Task.Settings``."""
 
     name: str

@@ -1,9 +1,8 @@
 """Encode the items of a run once, into one file for each item and an index.
 
 The name of an item's file is a digest of its row, of the names, sizes and times of its media, and of how they
-are decoded. An item that has changed gets another name and is encoded; the others are found. Files get their
-names when they are complete, and the index lists them at the end, so a killed run continues with the files
-that it has left.
+are decoded. A changed item gets another name and is encoded; the others are reused. Files get their names
+when they are complete, and the index lists them at the end, so a killed run continues with its files.
 """
 
 from __future__ import annotations
@@ -101,13 +100,15 @@ def ensure_cache(config: TrainConfig, world: World) -> CachedItems:
             if settings.posterior == "mode":
                 chosen["seed"] = None  # nothing is drawn
             facts = {f"cache.{key}": value for key, value in sorted(chosen.items())}
-            return _compare(directory, media, texts, facts | describe_encoders(source))
+            return _inspect(directory, media, texts, facts | describe_encoders(source))
 
         request = world.broadcast_object(compare, "looking for a cache")
         if request.rows or request.texts:
             if 0 < len(request.rows) < len(media):
                 cached = len(media) - len(request.rows)
-                _say(f"the cache {directory} has {cached} of {len(media)} items: encoding the others", world)
+                _announce(
+                    f"the cache {directory} has {cached} of {len(media)} items: encoding the others", world
+                )
             with encoders(source, settings, world) as encoder:
                 _fill(directory, request, media, encoder, world)
         shares = [(len(one), one.config.repeats) for one in media.sets]
@@ -116,7 +117,7 @@ def ensure_cache(config: TrainConfig, world: World) -> CachedItems:
         return CachedItems(directory, list(itertools.chain(*epoch)), shares)
 
 
-def _compare(directory: Path, media: MediaItems, texts: Sequence[str], facts: Mapping[str, Any]) -> _Request:
+def _inspect(directory: Path, media: MediaItems, texts: Sequence[str], facts: Mapping[str, Any]) -> _Request:
     """Find the items and texts that the cache in ``directory`` lacks.
 
     Raises ConfigError if it was made with other settings or encoders.
@@ -155,7 +156,7 @@ def _check_facts(directory: Path, index: Mapping[str, Any], facts: Mapping[str, 
     if differences := changes(before, facts):
         raise ConfigError(
             f"the cache {directory} does not match the configuration: {_join(differences)}. Remove it to "
-            "have it made again, name another cache.directory, or restore what it was made from"
+            "have it encoded again, name another cache.directory, or restore its sources"
         )
 
 
@@ -202,12 +203,12 @@ def _fill(directory: Path, request: _Request, media: MediaItems, encoder: Encode
         logger.warning("%d texts were cut off: %s", len(cut_texts), _join(cut_texts))
     if failed:
         count = len(media) - len(failed)
-        rest = f"The other {count} are in {directory}, and stay" if count else "Nothing was encoded"
+        remaining = f"The other {count} are kept in {directory}" if count else "Nothing was encoded"
         raise ConfigError(
             f"{len(failed)} row{'s' * (len(failed) > 1)} cannot be encoded: "
-            f"{_join(list(failed.values()))}. {rest}: correct these rows or remove them, and start again"
+            f"{_join(list(failed.values()))}. {remaining}: correct these rows or remove them, and start again"
         )
-    _say(f"the cache is complete: {directory}", world)
+    _announce(f"the cache is complete: {directory}", world)
 
 
 def _begin(
@@ -238,7 +239,7 @@ def _list_files(
     files = {**index["files"], **{name: entry for one in every for name, entry in one.files.items()}}
     shapes = {**index["cache"]["items"], **{n: shape for one in every for n, shape in one.shapes.items()}}
     ordered = [*(name for name in names if name in shapes), *(name for name in shapes if name[:4] == "item")]
-    with write_errors(directory, "its items stay: start again, and it goes on from there"):
+    with write_errors(directory, "its items are kept: start again to continue"):
         items = {name: shapes[name] for name in dict.fromkeys(ordered)}
         _write_index(directory, files, {**index["cache"], "items": items, "texts": list(texts)})
 
@@ -251,7 +252,7 @@ def _write_index(directory: Path, files: Mapping[str, Any], cache: Mapping[str, 
 
 def _write(directory: Path, name: str, tensors: Mapping[str, torch.Tensor], own: _Encodings) -> None:
     data = save(dict(tensors))
-    with write_errors(directory, "what is complete stays: start again, and it goes on from there"):
+    with write_errors(directory, "complete files are kept: start again to continue"):
         write_whole(directory / name, data, directory / f"{name}.part")
     own.add(name, tensors, data)
 
@@ -282,7 +283,7 @@ def _encode(
             tensors = _encode_one(encoder, first if bad else prepared, row or 0)
         if row is None:
             continue
-        if not bad and (long := encoder.cut(prepared["prompt"])):
+        if not bad and (long := encoder.truncation_warning(prepared["prompt"])):
             own.long_texts.append(f"{media.where(row)}: {long}")
         if problem := prepared if bad else _find_infinite(tensors, media.where(row)):
             own.failed[row] = problem
@@ -290,10 +291,10 @@ def _encode(
             yield row, tensors
         if (now := time.monotonic()) - reported > _PROGRESS_S:
             reported, done = now, min((step + 1) * world.size, len(rows))
-            _say(f"{done} of {len(rows)} items, {done / (now - started):.1f} a second", world)
+            _announce(f"{done} of {len(rows)} items, {done / (now - started):.1f} a second", world)
 
 
-def _say(text: str, world: World) -> None:
+def _announce(text: str, world: World) -> None:
     if world.rank == 0:
         print(printable(text), flush=True)
 
@@ -315,7 +316,7 @@ def _encode_texts(encoder: Encoder, texts: Sequence[str], world: World) -> dict[
                 embeddings[text] = _copy_to_host(encoder.prompt(text))
         if problem := _find_infinite(embeddings[text], f"the text {text!r}"):
             raise ConfigError(problem)
-        if world.rank == 0 and (long := encoder.cut(getattr(text, "text", text))):
+        if world.rank == 0 and (long := encoder.truncation_warning(getattr(text, "text", text))):
             logger.warning("the text %r was cut off: %s", text, long)
     return embeddings
 

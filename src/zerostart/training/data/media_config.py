@@ -7,20 +7,20 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from zerostart.training.config.sections import Count, Positive, Section
+from zerostart.training.config.sections import ConfigSection, Count, Positive
 
 Kind = Literal["image", "images", "video"]
-Fitted = Literal["item", "own"]
+SizeSource = Literal["item", "own"]
 
 
-class ColumnConfig(Section):
+class ColumnConfig(ConfigSection):
     """A column of the table whose cells name files."""
 
     column: str | None = None
     """Name in the table; null: that in the items."""
     kind: Kind | None = None
     """Content of a cell: image, images (a list), video; null: as `KNOWN_COLUMNS` says."""
-    size: Fitted | None = None
+    size: SizeSource | None = None
     """Target size: item (that of the item's video or image), own; null: as `KNOWN_COLUMNS` says."""
 
 
@@ -38,7 +38,7 @@ class Column:
 
 
 #: Names of media in an item, with their kinds and sizes.
-KNOWN_COLUMNS: dict[str, tuple[Kind, Fitted]] = {
+KNOWN_COLUMNS: dict[str, tuple[Kind, SizeSource]] = {
     "video": ("video", "item"),
     "image": ("image", "item"),
     "first_frame": ("image", "item"),
@@ -56,7 +56,7 @@ TEXT_COLUMNS = ("caption", "text")
 FILE_COLUMN = "file_name"
 
 
-class DatasetConfig(Section):
+class DatasetConfig(ConfigSection):
     """One of several data sets; its keys override those of the section ``media``."""
 
     path_keys: ClassVar[frozenset[str]] = frozenset({"source", "base"})
@@ -106,9 +106,9 @@ class DatasetConfig(Section):
     """Passes over the rows in an epoch."""
 
     @model_validator(mode="after")
-    def _sizes(self) -> DatasetConfig:
+    def _check_sizes(self) -> DatasetConfig:
         if (self.height is None) != (self.width is None):
-            raise ValueError("height and width go together: give both, or none and max_pixels")
+            raise ValueError("height and width belong together: give both, or only max_pixels")
         if self.height is not None and self.buckets != "own":
             raise ValueError("buckets has no meaning together with height and width; leave one out")
         sizes = [] if isinstance(self.buckets, str) else self.buckets
@@ -119,11 +119,11 @@ class DatasetConfig(Section):
                     f"{self.multiple_of}, which the model's patches need"
                 )
         if max(self.background) > 255:
-            raise ValueError(f"background {list(self.background)} is not made of numbers from 0 to 255")
+            raise ValueError(f"background {list(self.background)} has a number above 255")
         return self
 
     @model_validator(mode="after")
-    def _times(self) -> DatasetConfig:
+    def _check_frames(self) -> DatasetConfig:
         factor, remainder = self.time_division_factor, self.time_division_remainder
         if remainder >= factor:
             raise ValueError(f"time_division_remainder {remainder} is not less than the factor {factor}")
@@ -141,7 +141,7 @@ class DatasetConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _named(self) -> DatasetConfig:
+    def _check_columns(self) -> DatasetConfig:
         for name, value in self.columns.items():
             if name in ("prompt", ""):
                 raise ValueError(f"columns: {name!r} does not name files; prompt names the column of texts")
@@ -163,13 +163,13 @@ class MediaConfig(DatasetConfig):
 
     source: str = Field("", description=DatasetConfig.model_fields["source"].description)
     datasets: list[DatasetConfig] = Field(default_factory=list)
-    """Several data sets instead of ``source``; a key that one leaves out it has from this section."""
+    """Several data sets instead of ``source``; a key that a data set leaves out has this section's value."""
     workers: Count = 0
     """Decoding processes of each rank; 0: the rank decodes itself."""
 
     @model_validator(mode="before")
     @classmethod
-    def _of_all(cls, values: Any) -> Any:
+    def _apply_to_datasets(cls, values: Any) -> Any:
         if not isinstance(values, dict) or not isinstance(values.get("datasets"), list):
             return values
         common = {key: value for key, value in values.items() if key in DatasetConfig.model_fields}
@@ -178,7 +178,7 @@ class MediaConfig(DatasetConfig):
         return {**values, "datasets": sections}
 
     @model_validator(mode="after")
-    def _one_of_both(self) -> MediaConfig:
+    def _check_source(self) -> MediaConfig:
         if bool(self.source) == bool(self.datasets):
             problem = "both are given" if self.source else "neither is given"
             raise ValueError(f"source or datasets say where the data are, and {problem}: give one of them")

@@ -76,7 +76,7 @@ class Encoder(ABC):
         """Return the tensors, except latents, of a text and pictures to start from."""
         return self.prompt(text)
 
-    def cut(self, text: str) -> str | None:
+    def truncation_warning(self, text: str) -> str | None:
         """Return a warning if the pipeline drops the end of ``text``."""
         counts = [len(one(text, verbose=False)["input_ids"]) for one in self._tokenizers]
         if (count := max(counts, default=0)) <= self.max_tokens:

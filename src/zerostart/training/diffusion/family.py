@@ -25,7 +25,7 @@ Conditions = dict[str, Any]
 
 
 class Family(ABC):
-    """A transformer by its ``config``; ``guidance`` is for transformers that were distilled for it."""
+    """Calls of one transformer, which has ``config``; ``guidance`` is for distilled transformers."""
 
     name: ClassVar[str]
     #: The transformer's timestep at time 1.
@@ -101,7 +101,7 @@ class Family(ABC):
                     f"{', '.join(sorted(own ^ names))}"
                 )
         # Sorted: a set has another order in each process, and ranks must build the same call.
-        return {name: self._joined(name, [item[name] for item in items]) for name in sorted(names)}
+        return {name: self._stack(name, [item[name] for item in items]) for name in sorted(names)}
 
     def check(self, item: Tensors) -> None:
         """Raise ConfigError for an example that the transformer cannot take."""
@@ -114,7 +114,7 @@ class Family(ABC):
                 f"{expected}: they were encoded for another model"
             )
 
-    def _joined(self, name: str, parts: list[torch.Tensor]) -> object:
+    def _stack(self, name: str, parts: list[torch.Tensor]) -> object:
         """Stack one key of all examples, [batch, ...]; masked texts are padded first."""
         # A number, such as the frame rate, has no length and is never padded.
         lengths = [len(part) for part in parts if part.ndim]
@@ -146,7 +146,7 @@ class Family(ABC):
         """Return replacements, by name, for models that encoded texts do not need."""
         return {}
 
-    def trained(self, values: torch.Tensor, conditions: Conditions) -> torch.Tensor:
+    def loss_values(self, values: torch.Tensor, conditions: Conditions) -> torch.Tensor:
         """Return the part of ``values`` (shaped as the latents) that enters the loss."""
         return values
 
@@ -164,13 +164,13 @@ def shift_times(u: torch.Tensor, shift: float) -> torch.Tensor:
 
 
 def linear_shift(tokens: int, min_tokens: int, max_tokens: int, low: float, high: float) -> float:
-    """Return the shift whose logarithm is linear: ``low`` at ``least`` tokens, ``high`` at ``most``."""
+    """Return the shift whose logarithm is linear: ``low`` to ``high`` over the range of tokens."""
     # diffusers' schedulers call this logarithm mu.
     return exp(low + (high - low) * (tokens - min_tokens) / (max_tokens - min_tokens))
 
 
 class Packed(Family):
-    """A family whose transformers take latents [C, H, W] as tokens of 2 by 2.
+    """Family whose transformers take latents [C, H, W] as tokens of 2 by 2.
 
     Further pictures follow the latents as tokens of the same kind.
     """
@@ -193,7 +193,7 @@ class Packed(Family):
     ) -> torch.Tensor:
         pictures = [latents, *self.images(conditions)]
         predicted: torch.Tensor = model(
-            hidden_states=torch.cat([_packed(one) for one in pictures], dim=1),
+            hidden_states=torch.cat([_pack_latents(one) for one in pictures], dim=1),
             # These classes multiply by 1000 themselves.
             timestep=t,
             guidance=torch.full_like(t, self.guidance) if self.config.get("guidance_embeds") else None,
@@ -202,14 +202,14 @@ class Packed(Family):
             **self.model_inputs(pictures, conditions),
         )[0]
         # The transformer returns tokens of all pictures; those of the latents come first.
-        return _unpacked(predicted[:, : self.tokens(latents.shape[1:])], *latents.shape[-2:])
+        return _unpack_latents(predicted[:, : self.tokens(latents.shape[1:])], *latents.shape[-2:])
 
     @abstractmethod
     def model_inputs(self, pictures: Sequence[torch.Tensor], conditions: Conditions) -> dict[str, object]:
         """Return further inputs; ``pictures``, [batch, C, H, W], begin with the latents."""
 
 
-def _packed(latents: torch.Tensor) -> torch.Tensor:
+def _pack_latents(latents: torch.Tensor) -> torch.Tensor:
     """Convert [batch, C, H, W] to tokens of 2 by 2, [batch, H/2 W/2, 4 C]."""
     batch, channels, height, width = latents.shape
     # Channel, row and column within a token, as in `_pack_latents` of diffusers' pipelines.
@@ -217,8 +217,8 @@ def _packed(latents: torch.Tensor) -> torch.Tensor:
     return patches.permute(0, 2, 4, 1, 3, 5).reshape(batch, height // 2 * (width // 2), channels * 4)
 
 
-def _unpacked(tokens: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """Invert ``_packed`` for latents of ``height`` by ``width``."""
+def _unpack_latents(tokens: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    """Invert ``_pack_latents`` for latents of ``height`` by ``width``."""
     batch, _, channels = tokens.shape
     patches = tokens.reshape(batch, height // 2, width // 2, channels // 4, 2, 2)
     return patches.permute(0, 3, 1, 4, 2, 5).reshape(batch, channels // 4, height, width)

@@ -88,12 +88,12 @@ class Times:
         """Return the times, [batch], at the quantiles ``places`` of their distribution, in float64."""
         # Draw between the quantiles of the unshifted boundaries, then shift.
         unshifted = torch.tensor(self._boundaries, dtype=torch.float64, device="cpu")
-        low, high = self._quantile(unshifted / (shift - (shift - 1) * unshifted))
+        low, high = self._cumulative(unshifted / (shift - (shift - 1) * unshifted))
         u = self._invert(low + places * (high - low))
         # The clamp undoes rounding beyond a boundary.
         return shift_times(u, shift).clamp(*self._boundaries)
 
-    def _quantile(self, u: torch.Tensor) -> torch.Tensor:
+    def _cumulative(self, u: torch.Tensor) -> torch.Tensor:
         """Return the cumulative distribution at ``u``."""
         if self._config.sampling == "uniform":
             return u
@@ -103,7 +103,7 @@ class Times:
         return below
 
     def _invert(self, place: torch.Tensor) -> torch.Tensor:
-        """Invert ``_quantile``, with one random number for any sampling."""
+        """Invert ``_cumulative``, with one random number for any sampling."""
         if self._config.sampling == "uniform":
             return place
         normal = torch.special.ndtri(place.clamp(0.0, 1.0))
@@ -303,9 +303,9 @@ class FlowMatching(Task):
         conditions = batch["conditions"]
         # Mixed in float32 and rounded now, as in the pipelines' schedulers.
         noisy = batch["noisy"].to(self._dtype)
-        found = self.family.velocity(model, noisy, batch["t"], conditions)
-        wrong = self.family.trained(found.float() - batch["target"], conditions)
-        losses = wrong.square().flatten(1).mean(1)
+        predicted = self.family.velocity(model, noisy, batch["t"], conditions)
+        error = self.family.loss_values(predicted.float() - batch["target"], conditions)
+        losses = error.square().flatten(1).mean(1)
         mean: torch.Tensor = (losses * batch["weight"]).mean()
         return mean
 

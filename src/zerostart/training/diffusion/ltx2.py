@@ -52,10 +52,10 @@ class Ltx2Encoder(VideoEncoder):
         return encoded
 
     def prompt(self, text: str) -> Encoded:
-        layers, given, _, _ = self.pipe.encode_prompt(text, do_classifier_free_guidance=False, **self.text)
+        layers, mask, _, _ = self.pipe.encode_prompt(text, do_classifier_free_guidance=False, **self.text)
         # The connectors need the side of the mask's padding.
         side = getattr(self.pipe.tokenizer, "padding_side", "left")
-        video, audio, mask = self.pipe.connectors(layers, given, padding_side=side)
+        video, audio, mask = self.pipe.connectors(layers, mask, padding_side=side)
         return {
             "prompt_embeds": torch.cat([video, audio], dim=-1)[0],
             "prompt_attention_mask": mask[0],
@@ -83,7 +83,7 @@ class Ltx2ImageEncoder(Ltx2Encoder):
         return frame
 
 
-class _Connected:
+class _SplitEmbeds:
     """Replaces the connectors for encoded texts: splits embeddings of video and sound."""
 
     def __init__(self, width: int) -> None:
@@ -95,7 +95,7 @@ class _Connected:
         return embeds[..., : self._width], embeds[..., self._width :], mask
 
 
-class _Silent:
+class _NoVocoder:
     """Replaces the vocoder: a sample has no sound."""
 
     def __call__(self, spectrograms: torch.Tensor) -> torch.Tensor:
@@ -140,11 +140,11 @@ class Ltx2(Family):
         if config.get("patch_size", 1) != 1 or config.get("patch_size_t", 1) != 1:
             raise ConfigError(f"{self.name} takes transformers with one token for each latent (patch_size 1)")
         self._check_channels(len(item["latents"]), config.get("in_channels", 128))
-        width, most = item["prompt_embeds"].shape[-1], sum(self._widths)
-        if width != most:
+        width, expected = item["prompt_embeds"].shape[-1], sum(self._widths)
+        if width != expected:
             raise ConfigError(
-                f"examples have prompt_embeds of width {width}, but the transformer takes {most} (for video "
-                "and sound, side by side): they were encoded for another model"
+                f"examples have prompt_embeds of width {width}, but the transformer takes {expected} (for "
+                "video and sound, side by side): they were encoded for another model"
             )
 
     def conditions(self, items: Sequence[Tensors]) -> Conditions:
@@ -167,7 +167,7 @@ class Ltx2(Family):
         return config.get("cross_attention_dim", 4096), config.get("audio_cross_attention_dim", 2048)
 
     def stand_ins(self) -> Mapping[str, Callable[..., object]]:
-        return {"connectors": _Connected(self._widths[0]), "vocoder": _Silent()}
+        return {"connectors": _SplitEmbeds(self._widths[0]), "vocoder": _NoVocoder()}
 
     def velocity(
         self, model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions: Conditions
@@ -175,13 +175,13 @@ class Ltx2(Family):
         video, audio = conditions["prompt_embeds"].split(self._widths, dim=-1)
         mask, timestep = conditions["prompt_attention_mask"], t * self.unit
         frames, height, width = latents.shape[2:]
-        video_latents, of_video = latents, timestep
+        video_latents, video_timestep = latents, timestep
         if (condition := conditions.get("condition")) is not None:
             video_latents = torch.cat([condition, latents[:, :, condition.shape[2] :]], dim=2)
             # One time a token, [batch, tokens]: 0 in the given frame.
             noisy = torch.ones_like(latents[:, 0])
             noisy[:, : condition.shape[2]] = 0
-            of_video = timestep[:, None] * noisy.flatten(1)
+            video_timestep = timestep[:, None] * noisy.flatten(1)
         # [batch, one token, channels]: the stream of sound needs at least one token.
         silence = latents.new_zeros(len(latents), 1, self.config.get("audio_in_channels", 128))
         predicted: torch.Tensor = model(
@@ -190,7 +190,7 @@ class Ltx2(Family):
             audio_hidden_states=silence,
             encoder_hidden_states=video,
             audio_encoder_hidden_states=audio,
-            timestep=of_video,
+            timestep=video_timestep,
             audio_timestep=timestep,
             # LTX-2.3 modulates the embeddings of texts by it.
             sigma=timestep,
@@ -207,7 +207,7 @@ class Ltx2(Family):
         )[0]
         return predicted.transpose(1, 2).reshape(latents.shape)
 
-    def trained(self, values: torch.Tensor, conditions: Conditions) -> torch.Tensor:
+    def loss_values(self, values: torch.Tensor, conditions: Conditions) -> torch.Tensor:
         """Return all frames except the given one."""
         condition = conditions.get("condition")
         return values if condition is None else values[:, :, condition.shape[2] :]

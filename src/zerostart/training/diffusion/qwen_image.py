@@ -22,9 +22,9 @@ class QwenImageEncoder(Encoder):
     def encode(self, example: Example, generator: torch.Generator) -> Encoded:
         latents = self.normalise(self.target_latents(self.frame(example["image"]), generator))
         # Frame 0: the autoencoder is one of videos.
-        return {**self.embedded(example), "latents": latents[0, :, 0]}
+        return {**self.embed(example), "latents": latents[0, :, 0]}
 
-    def embedded(self, example: Example) -> Encoded:
+    def embed(self, example: Example) -> Encoded:
         """Return the tensors of an example's text."""
         return self.prompt(example["prompt"])
 
@@ -70,19 +70,19 @@ class QwenImageEditEncoder(QwenImageEncoder):
             encoded[f"image_latents.{place}"] = ((latents - mean) / deviation)[0, :, 0]
         return encoded
 
-    def embedded(self, example: Example) -> Encoded:
+    def embed(self, example: Example) -> Encoded:
         """Return the tensors of an example's text with its pictures."""
-        shown = self.shown(example["edit_image"])
-        return _texts(*self.pipe.encode_prompt(example["prompt"], image=shown, **self.text))
+        text_encoder_pictures = self.text_encoder_pictures(example["edit_image"])
+        return _texts(*self.pipe.encode_prompt(example["prompt"], image=text_encoder_pictures, **self.text))
 
     def sample(self, text: str, pictures: Sequence[Image]) -> Encoded:
         """Return the tensors of a text with pictures in the pipeline's size."""
-        shown = [self.scaled(picture) for picture in pictures]
+        text_encoder_pictures = [self.scale(picture) for picture in pictures]
         # Only the pipeline of several pictures takes a list.
-        image = shown[0] if "edit_image" in self.single else shown
+        image = text_encoder_pictures[0] if "edit_image" in self.single else text_encoder_pictures
         return _texts(*self.pipe.encode_prompt(text, image=image, **self.text))
 
-    def scaled(self, picture: Image) -> Image:
+    def scale(self, picture: Image) -> Image:
         """Scale a picture for the text encoder, as the pipeline does."""
         from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit as edit
 
@@ -90,7 +90,7 @@ class QwenImageEditEncoder(QwenImageEncoder):
         resized: Image = self.pipe.image_processor.resize(picture, height, width)
         return resized
 
-    def shown(self, pictures: Sequence[torch.Tensor]) -> Image | list[Image]:
+    def text_encoder_pictures(self, pictures: Sequence[torch.Tensor]) -> Image | list[Image]:
         """Return the pictures for the text encoder: the one, unscaled."""
         return to_picture(pictures[0])
 
@@ -100,11 +100,11 @@ class QwenImageEditPlusEncoder(QwenImageEditEncoder):
 
     single: ClassVar[frozenset[str]] = frozenset()
 
-    def shown(self, pictures: Sequence[torch.Tensor]) -> Image | list[Image]:
+    def text_encoder_pictures(self, pictures: Sequence[torch.Tensor]) -> Image | list[Image]:
         """Return the pictures for the text encoder, scaled."""
-        return [self.scaled(picture) for picture in map(to_picture, pictures)]
+        return [self.scale(picture) for picture in map(to_picture, pictures)]
 
-    def scaled(self, picture: Image) -> Image:
+    def scale(self, picture: Image) -> Image:
         """Scale a picture to the pipeline's area for the text encoder."""
         from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as plus
 

@@ -252,7 +252,7 @@ class Wan(Family):
         )[0]
         return predicted
 
-    def trained(self, values: torch.Tensor, conditions: Conditions) -> torch.Tensor:
+    def loss_values(self, values: torch.Tensor, conditions: Conditions) -> torch.Tensor:
         """Return all frames except the given ones."""
         condition = conditions.get("condition")
         if condition is None or not self._first_frame(values):

@@ -1,4 +1,4 @@
-"""Z-Image."""
+"""Z-Image: text to picture."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ZImageEncoder(Encoder):
 
 
 class ZImage(Family):
-    """Z-Image: latents [C, H, W]; time from 0 (noise) to 1, and so the velocity.
+    """Z-Image: latents [C, H, W]; its time and velocity run from noise (0) to data (1).
 
     The transformer takes lists, so that texts may differ in length.
     """
@@ -48,8 +48,8 @@ class ZImage(Family):
         size: int | None = self.config.get("dim")
         return size
 
-    def _joined(self, name: str, parts: list[torch.Tensor]) -> Any:
-        return parts if name == "prompt_embeds" else super()._joined(name, parts)
+    def _stack(self, name: str, parts: list[torch.Tensor]) -> Any:
+        return parts if name == "prompt_embeds" else super()._stack(name, parts)
 
     def velocity(
         self, model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions: Conditions

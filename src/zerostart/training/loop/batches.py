@@ -56,8 +56,8 @@ class Buckets(Sampler[list[int]]):
         """Return the number of batches in an epoch, which all epochs share."""
         # Steps of one bucket, and steps of the rest of all buckets, as in ``_batches``.
         whole = sum(size // (self.batch_size * self._step) for size in self._sizes.values())
-        rest = sum(size % (self.batch_size * self._step) // self.batch_size for size in self._sizes.values())
-        return (whole + rest // self._step) * self._step
+        spare = sum(size % (self.batch_size * self._step) // self.batch_size for size in self._sizes.values())
+        return (whole + spare // self._step) * self._step
 
     def __iter__(self) -> Iterator[list[int]]:
         start, self._skipped = self._skipped, 0
@@ -85,13 +85,13 @@ class Buckets(Sampler[list[int]]):
             bucket = waiting.setdefault(self._shapes[index], [])
             bucket.append(index)
             if len(bucket) == self.batch_size * self._step:
-                yield from self._cut(bucket)
+                yield from self._split_batches(bucket)
                 bucket.clear()
-        rest = [batch for bucket in waiting.values() for batch in self._cut(bucket)]
+        spare = [batch for bucket in waiting.values() for batch in self._split_batches(bucket)]
         # Yield only whole steps, since each rank needs a batch in every step.
-        yield from rest[: len(rest) // self._step * self._step]
+        yield from spare[: len(spare) // self._step * self._step]
 
-    def _cut(self, bucket: Sequence[int]) -> list[list[int]]:
+    def _split_batches(self, bucket: Sequence[int]) -> list[list[int]]:
         starts = range(0, len(bucket) - self.batch_size + 1, self.batch_size)
         return [list(bucket[start : start + self.batch_size]) for start in starts]
 

@@ -38,7 +38,7 @@ class History:
     last_loss: float | None = None
     held_out: dict[int, float] = field(default_factory=dict)  # losses by step
 
-    def note(self, loss: float) -> None:
+    def add_step(self, loss: float) -> None:
         """Add a step."""
         self.steps += 1
         if self.steps == 1:

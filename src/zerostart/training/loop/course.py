@@ -19,7 +19,7 @@ from zerostart.distributed.world import World
 from zerostart.engines import plain_name
 from zerostart.errors import ConfigError
 from zerostart.live.model import get_record
-from zerostart.training.config.sections import Section
+from zerostart.training.config.sections import ConfigSection
 
 #: Sections that are compared, and their keys that are not (or whose effect is compared instead).
 _FREE: Mapping[str, frozenset[str]] = {
@@ -61,13 +61,13 @@ def comparable(sections: Mapping[str, object]) -> dict[str, object]:
     """Return the values of sections by dotted keys, without paths."""
     values: dict[str, object] = {}
     for name, section in sections.items():
-        own = section.comparable() if isinstance(section, Section) else {"": section}
+        own = section.comparable() if isinstance(section, ConfigSection) else {"": section}
         values |= {f"{name}.{key}".rstrip("."): value for key, value in own.items()}
     return values
 
 
 def describe_course(
-    sections: Mapping[str, Section | None], model: nn.Module, data: str, world: World
+    sections: Mapping[str, ConfigSection | None], model: nn.Module, data: str, world: World
 ) -> dict[str, object]:
     """Return the values that determine the course of a run, by readable names; collective.
 
@@ -88,7 +88,7 @@ def describe_course(
         names = sorted(plain_name(name) for name, held in model.named_parameters() if held.requires_grad)
         digest = hashlib.blake2b(repr(names).encode(), digest_size=4).hexdigest()
         course["lora.targets"] = f"{len(names)} tensors ({digest})"
-        course["a digest of the weights of model.source"] = _weights(get_record(model).catalog, world)
+        course["a digest of the weights of model.source"] = _digest_weights(get_record(model).catalog, world)
     return course
 
 
@@ -101,8 +101,8 @@ def changes(before: Mapping[str, object], now: Mapping[str, object]) -> list[str
     ]
 
 
-def _weights(catalog: Catalog, world: World) -> str:
-    storage = catalog.storage.recalled("so that the model of the LoRA cannot be compared; start a new run")
+def _digest_weights(catalog: Catalog, world: World) -> str:
+    storage = catalog.storage.reattach("so that the model of the LoRA cannot be compared; start a new run")
 
     def look() -> str:
         hashed = hashlib.blake2b(digest_size=8)

@@ -93,8 +93,8 @@ def _trained(model: nn.Module, optimizer: Any) -> Iterator[torch.Tensor]:
     # DeepSpeed and accelerate wrap torch's optimizer.
     while (inner := getattr(optimizer, "optimizer", None)) is not None:
         optimizer = inner
-    for stepped, state in getattr(optimizer, "state", {}).items():
-        yield from (_local(one) for one in (stepped, *state.values()) if isinstance(one, torch.Tensor))
+    for key, state in getattr(optimizer, "state", {}).items():
+        yield from (_local(one) for one in (key, *state.values()) if isinstance(one, torch.Tensor))
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -112,7 +112,7 @@ class Divergence:
         self._steps = 0
         self._began = ""
 
-    def note(self, step: int, own_loss: float, norm: float | None, diverging: bool, hint: str) -> str | None:
+    def check(self, step: int, own_loss: float, norm: float | None, diverging: bool, hint: str) -> str | None:
         """Count a step; return a warning about it, or None.
 
         ``diverging``, the same on every rank: it is not finite on a rank; then collective. ``own_loss`` is

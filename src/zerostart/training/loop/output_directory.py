@@ -38,7 +38,7 @@ _STEP = re.compile(r"step-\d{8}")
 def claim_output(
     output: str, source: str, media: Sequence[str], overwrite: bool, resumes: bool, world: World
 ) -> Iterator[Path]:
-    """Create and lock the output directory ``given`` while the block runs; collective.
+    """Create and lock the directory ``output`` while the block runs; collective.
 
     ``source`` and ``media`` are the places of weights and data; a run that ``resumes`` may find files of an
     earlier one. Raises ConfigError on every rank if the directory has files that the run may not replace, or
@@ -64,7 +64,7 @@ def claim_output(
                     "resume=auto, or allow replacing it with output.overwrite=true"
                 )
             _check_source(source, directory)
-        refusal = f"another run is at work in output.directory {directory}: wait for its end, or name another"
+        refusal = f"another run uses output.directory {directory}: wait for its end, or name another"
         hold_lock(stack, directory / _LOCK, refusal)
         return directory
 

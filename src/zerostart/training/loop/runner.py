@@ -301,12 +301,12 @@ class _Run:
             loss += float(session.accumulate(batch, share)) * share
         rate = session.scheduler.get_last_lr()[0]  # of this step; ``update`` sets that of the next
         norm = session.clip(self.config.max_grad_norm)
-        stepped = True
+        has_stepped = True
         with self.failures.deferred():  # the first step makes the optimizer's state
-            stepped = session.update()
+            has_stepped = session.update()
             session.average(step)
-        searching = not stepped and self.config.mixed_precision == "fp16"
-        if not (stepped or searching):
+        searching = not has_stepped and self.config.mixed_precision == "fp16"
+        if not (has_stepped or searching):
             norm = math.nan  # DeepSpeed skips gradients that are not finite, and reports an older norm
         # While fp16 searches its loss scale, a norm that is not finite is no divergence.
         bad = not math.isfinite(loss) or not (searching or norm is None or math.isfinite(norm))
@@ -314,7 +314,7 @@ class _Run:
         own, (loss, stops, diverging) = loss, sum_over_ranks(loss, float(self.stop.requested), float(bad))
         self.stopped = stops > 0
         with self.failures.deferred():
-            self.history.note(loss)
+            self.history.add_step(loss)
             figures = {"loss": loss, "gradient_norm": norm, "learning_rate": rate}
             more = {
                 "items": count * self.config.batch_size,
@@ -325,7 +325,7 @@ class _Run:
             numbers = {name: value for name, value in figures.items() if value is not None}
             session.accelerator.log(numbers, step=step)
         hint = self.checkpoints.recovery_hint
-        if warning := self.divergence.note(step, own, norm, diverging > 0, hint):
+        if warning := self.divergence.check(step, own, norm, diverging > 0, hint):
             self.display.say(warning)
 
     def _evaluate(self) -> None:
@@ -356,7 +356,7 @@ class StopRequest:
 
     requested = False
 
-    def note(self, number: int, frame: FrameType | None) -> None:
+    def set(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal: the first one requests a stop, the next one interrupts."""
         if self.requested:
             raise KeyboardInterrupt
@@ -368,7 +368,7 @@ def stop_on_signals() -> Iterator[StopRequest]:
     """Yield a request that SIGINT or SIGTERM sets inside the block."""
     request, previous = StopRequest(), {}
     if threading.current_thread() is threading.main_thread():  # other threads cannot set handlers
-        previous = {number: signal.signal(number, request.note) for number in (signal.SIGINT, signal.SIGTERM)}
+        previous = {number: signal.signal(number, request.set) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield request
     finally:

@@ -122,12 +122,12 @@ class Session:
     def update(self) -> bool:
         """Step the optimizer after ``clip``; return False if the engine skipped an fp16 overflow."""
         self.optimizer.step()
-        stepped = not self.optimizer.step_was_skipped
+        has_stepped = not self.optimizer.step_was_skipped
         # The schedule counts steps of the optimizer.
-        if stepped:
+        if has_stepped:
             self.scheduler.step()
         self.optimizer.zero_grad()
-        return stepped
+        return has_stepped
 
     def average(self, step: int) -> None:
         """Update the average of the weights after ``step``, if it is due."""

@@ -43,7 +43,7 @@ class Items(Protocol):
         """Return a key for each example; equal keys can be in one batch."""
 
 
-class Part:
+class Subset:
     """Some ranges of ``items``, one after the other."""
 
     def __init__(self, items: Items, ranges: Sequence[range]) -> None:
@@ -87,7 +87,7 @@ def split_off(
         # Only once, not in each repeat.
         held.append(range(start + trained_count, start + count))
         start += count * times
-    return Part(items, trained), Part(items, held)
+    return Subset(items, trained), Subset(items, held)
 
 
 class Task(ABC):

@@ -24,6 +24,7 @@ from zerostart.geometry.layout import Layout
 from zerostart.recipe import Computed, Recipe, Value
 from zerostart.transfer.planning.plan import (
     Computation,
+    ComputeStep,
     Destination,
     OperandView,
     Part,
@@ -31,7 +32,6 @@ from zerostart.transfer.planning.plan import (
     PlanOptions,
     Segment,
     SharedReads,
-    Step,
     cut_segments,
     merge_reads,
 )
@@ -142,7 +142,7 @@ class _Builder:
         self._registers: list[Destination] = []
         self._known: dict[tuple[int, Box], int] = {}
         self._segments: list[Segment] = []
-        self._steps: list[Step] = []
+        self._steps: list[ComputeStep] = []
 
     def build(self, source: Computed, result_regions: Sequence[Region], target: int) -> Computation:
         self._add_step(source, result_regions, target)
@@ -166,7 +166,7 @@ class _Builder:
             Part(region.start * width, source.dtype, target, region.to, region.loops, direct=False)
             for region in result_regions
         )
-        self._steps.append(Step(source, factors, box, tuple(operands), parts))
+        self._steps.append(ComputeStep(source, factors, box, tuple(operands), parts))
 
     def _add_whole(self, operand: Value) -> OperandView:
         """Plan the whole operand in the strides of eager torch."""

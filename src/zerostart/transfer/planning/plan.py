@@ -87,7 +87,7 @@ class Read:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ComputeStep:
     """Evaluation of a box of a computed tensor."""
 
     source: Computed
@@ -109,7 +109,7 @@ class Computation:
     #: Reads that fill registers.
     reads: tuple[Read, ...]
     #: The last step fills a destination of the plan, all others fill registers.
-    steps: tuple[Step, ...]
+    steps: tuple[ComputeStep, ...]
 
     @property
     def nbytes(self) -> int:

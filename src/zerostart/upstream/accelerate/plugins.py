@@ -37,7 +37,7 @@ TOUCHED = (
 
 
 @functools.cache
-def require() -> None:
+def require_version() -> None:
     """Raise UnsupportedVersionError unless accelerate is as expected."""
     demand(TOUCHED)
 
@@ -161,7 +161,7 @@ def launched_precision() -> str:
 
 @contextlib.contextmanager
 def hidden() -> Iterator[None]:
-    """Hide the launcher's engine settings from accelerate inside."""
+    """Hide the launcher's engine settings from accelerate inside the block."""
     variables = {name: value for name, value in os.environ.items() if name.startswith(_READ_AGAIN)}
     for name in variables:
         del os.environ[name]

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from zerostart.upstream.accelerate.plugins import SHARDED, is_set, remember, require
-from zerostart.upstream.guard import Function, Use, misfit, resolve
-from zerostart.upstream.patches import RefCountedPatches, fits, wrap
+from zerostart.upstream.accelerate.plugins import SHARDED, is_set, remember, require_version
+from zerostart.upstream.guard import Function, Use, find_misfits, resolve
+from zerostart.upstream.patches import RefCountedPatches, check_compatible, wrap
 
 if TYPE_CHECKING:
     import accelerate
@@ -56,24 +56,25 @@ _REMEDY = "accelerate cannot prepare models in shards so: use deepspeed.initiali
 
 
 class AcceleratorPatches(RefCountedPatches):
-    """Ask ``sharded(model)`` if FSDP2 is ready, and ``partitioned(accelerator, model)`` to check ZeRO.
+    """Let ``Accelerator.prepare`` take models that are already sharded.
 
-    ``stepped`` is called with each optimizer of shards.
+    ``prepare_fsdp2(model)`` returns True for a model that FSDP2 shards. ``check_deepspeed(accelerator,
+    model)`` raises for a model that ZeRO cannot take. ``on_optimizer`` gets each optimizer of shards.
     """
 
     def __init__(
         self,
-        sharded: Callable[[nn.Module], bool],
-        partitioned: Callable[[Accelerator, nn.Module], None],
-        stepped: Callable[[Any], None] = lambda optimizer: None,
+        prepare_fsdp2: Callable[[nn.Module], bool],
+        check_deepspeed: Callable[[Accelerator, nn.Module], None],
+        on_optimizer: Callable[[Any], None] = lambda optimizer: None,
     ) -> None:
         super().__init__(self._enter)
-        self._sharded = sharded
-        self._partitioned = partitioned
-        self._stepped = stepped
+        self._is_sharded = prepare_fsdp2
+        self._check_partitions = check_deepspeed
+        self._on_optimizer = on_optimizer
 
     def _enter(self, stack: ExitStack) -> None:
-        require()
+        require_version()
         replacements: dict[Use, tuple[Function, ...]] = {
             _PREPARE_FSDP2: (self._fsdp2_prepare_model,),
             _PREPARE: (self._prepare_fsdp2, self._prepare_tp, self._prepare_deepspeed),
@@ -83,24 +84,24 @@ class AcceleratorPatches(RefCountedPatches):
         }
         for use, functions in replacements.items():
             # Without the others, accelerate would damage a sharded model.
-            if use in (_BACKEND, _STATE, _ARGUMENTS) and (wrong := misfit((use,))):
+            if use in (_BACKEND, _STATE, _ARGUMENTS) and (wrong := find_misfits((use,))):
                 logger.warning("%s. It stays as it is", wrong)
                 continue
-            if not fits(stack, self, (use,), _REMEDY):
+            if not check_compatible(stack, self, (use,), _REMEDY):
                 continue
             owner = resolve(use.owner)
             for name, function in zip(use.functions, functions, strict=True):
                 wrap(stack, owner, name, function)
 
     def _fsdp2_prepare_model(self, original: Function, accelerator: Accelerator, model: nn.Module) -> object:
-        return model if self._sharded(model) else original(accelerator, model)
+        return model if self._is_sharded(model) else original(accelerator, model)
 
     def _prepare_fsdp2(self, original: Function, accelerator: Accelerator, *args: Any) -> Any:
         for item in args:
             if isinstance(item, nn.Module):
                 _name_sharded_classes(accelerator.state.fsdp_plugin, item)
             elif hasattr(item, "param_groups"):
-                self._stepped(item)
+                self._on_optimizer(item)
         # accelerate finds parameters by address, and empty shards have none: put them back by identity.
         before = [
             [[p if isinstance(p, DTensor) else None for p in group["params"]] for group in groups]
@@ -118,15 +119,15 @@ class AcceleratorPatches(RefCountedPatches):
     def _prepare_tp(self, original: Function, accelerator: Accelerator, *args: Any) -> Any:
         models = [item for item in args if isinstance(item, nn.Module)]
         # accelerate takes any DTensor for one of a tensor-parallel mesh.
-        ready = accelerator.is_fsdp2 and models and all(self._sharded(model) for model in models)
+        ready = accelerator.is_fsdp2 and models and all(self._is_sharded(model) for model in models)
         return args if ready else original(accelerator, *args)
 
     def _prepare_deepspeed(self, original: Function, accelerator: Accelerator, *args: Any) -> Any:
         for item in args:
             if isinstance(item, nn.Module):
-                self._partitioned(accelerator, item)
+                self._check_partitions(accelerator, item)
             elif hasattr(item, "param_groups") and accelerator.state.deepspeed_plugin.zero_stage:
-                self._stepped(item)
+                self._on_optimizer(item)
         return original(accelerator, *args)
 
 

@@ -44,7 +44,7 @@ _MODULE = "deepspeed.runtime.zero.partition_parameters"
 
 
 @functools.cache
-def require() -> None:
+def require_version() -> None:
     """Raise UnsupportedVersionError unless DeepSpeed is as expected; imports it."""
     demand(TOUCHED)
 

@@ -23,8 +23,8 @@ from zerostart.errors import EngineError
 from zerostart.upstream.deepspeed import zero3_partitions as upstream
 from zerostart.upstream.deepspeed.tensors import slices_of
 from zerostart.upstream.deepspeed.zero12_groups import expert_of
-from zerostart.upstream.guard import Function, Use, demand, misfit
-from zerostart.upstream.patches import RefCountedPatches, Ticket, fits, wrap
+from zerostart.upstream.guard import Function, Use, demand, find_misfits
+from zerostart.upstream.patches import RefCountedPatches, Ticket, check_compatible, wrap
 from zerostart.upstream.torch.tensors import edited_argument, is_edit, overloads, shares_storage
 from zerostart.upstream.types import Arguments, DeepSpeedConfig, Keywords
 
@@ -146,9 +146,9 @@ def _marked(model: object) -> _Mark | None:
 
 
 def _enter(stack: ExitStack) -> None:
-    if wrong := misfit((_CONSTRUCTION, _STAGE)):
+    if wrong := find_misfits((_CONSTRUCTION, _STAGE)):
         logger.warning("%s. An engine of another ZeRO stage than a model's load fails by itself", wrong)
-    if misfit((_CONSTRUCTION,)):
+    if find_misfits((_CONSTRUCTION,)):
         return
     from deepspeed.runtime.engine import DeepSpeedEngine
 
@@ -257,7 +257,7 @@ def check_called(module: nn.Module) -> None:
 
 @functools.cache
 def _are_registered() -> bool:
-    return not misfit((_REGISTERED,))
+    return not find_misfits((_REGISTERED,))
 
 
 def _is_hollow(parameter: Any) -> bool:
@@ -363,7 +363,7 @@ def _is_view(name: str) -> bool:
 
 
 def _enter_state_dicts(stack: ExitStack) -> None:
-    if not fits(stack, own_state_dicts, (OWN_STATE_DICT,), "Use zerostart.save and save_state"):
+    if not check_compatible(stack, own_state_dicts, (OWN_STATE_DICT,), "Use zerostart.save and save_state"):
         return
     from deepspeed.runtime.engine import DeepSpeedEngine
 

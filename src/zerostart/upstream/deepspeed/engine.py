@@ -12,7 +12,7 @@ import torch
 from zerostart.errors import ConfigError, UnsupportedVersionError
 from zerostart.upstream.deepspeed.steps import TOUCHED as STEPS
 from zerostart.upstream.deepspeed.steps import base_optimizer, masters_of, optimizer_of_engine
-from zerostart.upstream.deepspeed.zero12_groups import marked
+from zerostart.upstream.deepspeed.zero12_groups import mark_of
 from zerostart.upstream.guard import Use, demand
 from zerostart.upstream.torch.tensors import row_major
 
@@ -212,7 +212,7 @@ def optimizer_of(parameter: torch.Tensor) -> ZeROOptimizer | None:
     if hasattr(parameter, "ds_id"):
         return getattr(parameter, "_z3_optimizer", None)
     # Stages 1 and 2: DeepSpeed does not refer to the optimizer on the parameter.
-    mark = marked(parameter)
+    mark = mark_of(parameter)
     reference = None if mark is None else mark.keeper.optimizer
     return None if reference is None else reference()
 

@@ -38,7 +38,7 @@ TOUCHED = (_GROUPS, _PARTITIONED, _MARKS)
 
 def require_groups() -> None:
     """Raise UnsupportedVersionError unless the expert groups are as expected."""
-    upstream.require()
+    upstream.require_version()
     demand((_GROUPS, _PARTITIONED))
 
 

@@ -12,7 +12,7 @@ import importlib
 import sys
 from typing import Any
 
-from zerostart.upstream.guard import Function, Use, misfit
+from zerostart.upstream.guard import Function, Use, find_misfits
 from zerostart.upstream.patches import patch
 
 _MODULE = "deepspeed.runtime.zero.muon.original_muon"
@@ -23,7 +23,7 @@ TOUCHED = (
 
 def import_muon() -> None:
     """Import Muon; its functions are compiled when one of them is called first."""
-    if _MODULE in sys.modules or misfit(TOUCHED):
+    if _MODULE in sys.modules or find_misfits(TOUCHED):
         return
     from deepspeed.runtime import compiler
 

@@ -11,7 +11,7 @@ import torch
 from zerostart.errors import ConfigError, EngineError
 from zerostart.upstream.deepspeed.zero12_optimizers import shares_of
 from zerostart.upstream.guard import Use
-from zerostart.upstream.torch.stepped import Member, Stepped, plain_steps
+from zerostart.upstream.torch.optimizer_steps import Member, SteppedTensor, plain_steps
 
 if TYPE_CHECKING:
     from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
@@ -76,7 +76,7 @@ def check_movable(engine: DeepSpeedEngine) -> None:
         )
 
 
-def steps_of(engine: DeepSpeedEngine) -> list[Stepped]:
+def steps_of(engine: DeepSpeedEngine) -> list[SteppedTensor]:
     """List the stepped tensors of an engine by group; the same number on all ranks."""
     wrapper, base = optimizer_of_engine(engine), base_optimizer(engine)
     if wrapper is None or base is None:
@@ -92,7 +92,7 @@ def steps_of(engine: DeepSpeedEngine) -> list[Stepped]:
     return steps
 
 
-def masters_of(wrapper: Any) -> Iterator[Stepped]:
+def masters_of(wrapper: Any) -> Iterator[SteppedTensor]:
     """Yield the masters of an optimizer of DeepSpeed; none if the optimizer is unknown."""
     # The classes' modules may import packages that are not installed. Stage 3, then 1 and 2, then 0.
     if hasattr(wrapper, "fp32_partitioned_groups_flat"):
@@ -105,7 +105,7 @@ def masters_of(wrapper: Any) -> Iterator[Stepped]:
         yield from _in_groups(wrapper, wrapper.optimizer)
 
 
-def _partitioned(wrapper: DeepSpeedOptimizer, base: torch.optim.Optimizer) -> Iterator[Stepped]:
+def _partitioned(wrapper: DeepSpeedOptimizer, base: torch.optim.Optimizer) -> Iterator[SteppedTensor]:
     for number, (flat, parameters) in enumerate(
         zip(wrapper.fp32_partitioned_groups_flat, wrapper.fp16_groups, strict=True)
     ):
@@ -118,10 +118,10 @@ def _partitioned(wrapper: DeepSpeedOptimizer, base: torch.optim.Optimizer) -> It
         devices = getattr(wrapper, "subgroup_to_device", None)
         if devices and devices[number] != "cpu" and hasattr(wrapper, "backup_optimizer"):
             steps = wrapper.backup_optimizer
-        yield Stepped(steps, flat, wrapper.sub_group_to_group_id[number], members)
+        yield SteppedTensor(steps, flat, wrapper.sub_group_to_group_id[number], members)
 
 
-def _in_partitions(wrapper: DeepSpeedOptimizer, base: torch.optim.Optimizer) -> Iterator[Stepped]:
+def _in_partitions(wrapper: DeepSpeedOptimizer, base: torch.optim.Optimizer) -> Iterator[SteppedTensor]:
     flats = getattr(wrapper, "single_partition_of_fp32_groups", None)
     if flats is None:
         flats = wrapper.fp32_groups_flat_partition
@@ -133,26 +133,26 @@ def _in_partitions(wrapper: DeepSpeedOptimizer, base: torch.optim.Optimizer) -> 
             Member(parameter, int(share.storage_offset() - flat.storage_offset()), share.numel(), low)
             for parameter, low, share in itertools.islice(shares, count)
         )
-        yield Stepped(base, flat, number, members)
+        yield SteppedTensor(base, flat, number, members)
 
 
-def _in_groups(wrapper: DeepSpeedOptimizer, base: torch.optim.Optimizer) -> Iterator[Stepped]:
+def _in_groups(wrapper: DeepSpeedOptimizer, base: torch.optim.Optimizer) -> Iterator[SteppedTensor]:
     for number, parameters in enumerate(wrapper.fp16_groups):
         flats = getattr(wrapper, "fp32_groups_flat", None)
         if flats is None:
             for parameter, master in zip(parameters, wrapper.fp32_groups[number], strict=True):
-                yield Stepped(base, master, number, (Member(parameter, 0, parameter.numel()),))
+                yield SteppedTensor(base, master, number, (Member(parameter, 0, parameter.numel()),))
             continue
         offsets = [0, *itertools.accumulate(p.numel() for p in parameters)]
         members = tuple(
             Member(parameter, at, parameter.numel())
             for parameter, at in zip(parameters, offsets, strict=False)
         )
-        yield Stepped(base, flats[number], number, members)
+        yield SteppedTensor(base, flats[number], number, members)
 
 
 def gradients(
-    engine: DeepSpeedEngine, steps: Sequence[Stepped], make: bool = False
+    engine: DeepSpeedEngine, steps: Sequence[SteppedTensor], make: bool = False
 ) -> list[torch.Tensor] | None:
     """Return the reduced gradients of an open window, or None; ``make`` creates zeros."""
     wrapper = optimizer_of_engine(engine)
@@ -167,7 +167,7 @@ def gradients(
     return [part for step in steps for part in _reduced(wrapper, step, make)]
 
 
-def _reduced(wrapper: DeepSpeedOptimizer, step: Stepped, make: bool) -> Iterator[torch.Tensor]:
+def _reduced(wrapper: DeepSpeedOptimizer, step: SteppedTensor, make: bool) -> Iterator[torch.Tensor]:
     number = step.group
     if wrapper._use_compact_grad_partition_buffer(number):
         flat = wrapper._get_compact_grad_partition_buffer(number).flat_partition

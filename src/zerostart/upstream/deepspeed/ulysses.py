@@ -19,7 +19,7 @@ from torch import nn
 from zerostart.errors import ConfigError
 from zerostart.upstream.guard import Function, Use, demand
 from zerostart.upstream.patches import RefCountedPatches, wrap
-from zerostart.upstream.transformers.attention import packed_documents, require
+from zerostart.upstream.transformers.attention import packed_documents, require_version
 
 if TYPE_CHECKING:
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
@@ -54,7 +54,7 @@ _served: weakref.WeakSet[UlyssesSPAttentionHF] = weakref.WeakSet()
 
 def mask_sequences(model: nn.Module) -> None:
     """Make Ulysses serve ``model``, with the masks of whole sequences."""
-    require()
+    require_version()
     demand(TOUCHED, "Use sequence_parallel=1")
     _patches.hold(model)
     _wrap_attention()

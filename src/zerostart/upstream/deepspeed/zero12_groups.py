@@ -31,7 +31,7 @@ Keeper: TypeAlias = Any
 
 
 @dataclass(frozen=True)
-class Mark:
+class FlatBufferMark:
     """Mark of a parameter for the engine; it pickles as None, without its buffer."""
 
     name: str
@@ -43,12 +43,12 @@ class Mark:
         return type(None), ()
 
 
-def remark(parameter: torch.Tensor, new: Mark) -> None:
+def set_mark(parameter: torch.Tensor, new: FlatBufferMark) -> None:
     """Replace the mark of a parameter."""
     setattr(parameter, _ATTRIBUTE, new)
 
 
-def marked(parameter: torch.Tensor) -> Mark | None:
+def mark_of(parameter: torch.Tensor) -> FlatBufferMark | None:
     """Return the mark of a parameter, or None."""
     return getattr(parameter, _ATTRIBUTE, None)
 
@@ -68,7 +68,7 @@ TOUCHED = (
         "deepspeed.runtime.engine:DeepSpeedEngine",
         "_configure_optimizer(client_optimizer, model_parameters), _configure_zero_optimizer, "
         ".has_moe_layers",
-        "its groups are of experts or of others",
+        "its optimizer groups are split into experts and other parameters",
     ),
 )
 
@@ -83,7 +83,7 @@ def _configure_optimizer(
     original: Function, engine: DeepSpeedEngine, client_optimizer: object, model_parameters: Any
 ) -> object:
     parameters = list(engine.module.parameters())
-    ours = any(expert_of(p) is not None or marked(p) is not None for p in parameters)
+    ours = any(expert_of(p) is not None or mark_of(p) is not None for p in parameters)
     # DeepSpeed's own MoE layers come with split groups; stage 0 partitions none.
     if engine.has_moe_layers or not ours or not engine.zero_optimization():
         return original(engine, client_optimizer, model_parameters)
@@ -97,35 +97,35 @@ def _configure_optimizer(
 grouping = RefCountedPatches(_enter)
 
 
-def _kind(parameter: torch.Tensor) -> Kind:
-    mark = marked(parameter)
-    return Kind(expert_of(parameter), None if mark is None else id(mark.keeper))
+def _group_key(parameter: torch.Tensor) -> GroupKey:
+    mark = mark_of(parameter)
+    return GroupKey(expert_of(parameter), None if mark is None else id(mark.keeper))
 
 
 def _split(client: Any, parameters: Sequence[Any]) -> tuple[object, object]:
     if isinstance(client, torch.optim.Optimizer):
-        return split_optimizer(client, _kind), parameters
+        return split_optimizer(client, _group_key), parameters
     if client is not None:
-        return (lambda groups: split_optimizer(client(groups), _kind)), parameters
+        return (lambda groups: split_optimizer(client(groups), _group_key)), parameters
     if not any(isinstance(item, dict) for item in parameters):
-        if len({_kind(parameter).home for parameter in parameters}) == 1:
+        if len({_group_key(parameter).keeper_id for parameter in parameters}) == 1:
             return client, parameters
         parameters = [{"params": list(parameters)}]
     if not any("moe" in group for group in parameters):
-        parameters = split_groups(parameters, _kind)
+        parameters = split_groups(parameters, _group_key)
     return client, parameters
 
 
-class Kind(NamedTuple):
+class GroupKey(NamedTuple):
     """Common properties of the parameters of one optimizer group."""
 
     #: Name of the process groups of experts, or None.
     expert: str | None = None
     #: Identity of the owner of their flat buffers, or None.
-    home: int | None = None
+    keeper_id: int | None = None
 
 
-KindOf = Callable[[torch.Tensor], Kind]
+GroupKeyOf = Callable[[torch.Tensor], GroupKey]
 
 _OWN = frozenset({"params", "param_names", "moe", "name"})
 _LISTS = ("params", "param_names")
@@ -139,12 +139,12 @@ class _Follower(dict[str, Any]):
         return super().__getitem__(key)
 
 
-def split_groups(groups: Sequence[ParameterGroup], kind_of: KindOf) -> list[ParameterGroup]:
+def split_groups(groups: Sequence[ParameterGroup], key_of: GroupKeyOf) -> list[ParameterGroup]:
     """Split each group into its parts, experts last."""
-    return [{**group, **part} for group in groups for part in _parts(group, kind_of)]
+    return [{**group, **part} for group in groups for part in _parts(group, key_of)]
 
 
-def split_optimizer(client: torch.optim.Optimizer, kind_of: KindOf) -> torch.optim.Optimizer:
+def split_optimizer(client: torch.optim.Optimizer, key_of: GroupKeyOf) -> torch.optim.Optimizer:
     """Return ``client``, or an optimizer that shares its state and hooks, with a group for each part.
 
     The first part is the client's own dictionary, which schedulers refer to. The others follow its settings.
@@ -152,7 +152,7 @@ def split_optimizer(client: torch.optim.Optimizer, kind_of: KindOf) -> torch.opt
     groups: list[ParameterGroup] = []
     followers: list[tuple[_Follower, ParameterGroup, ParameterGroup]] = []
     for group in client.param_groups:
-        first, *others = _parts(group, kind_of) or [{}]
+        first, *others = _parts(group, key_of) or [{}]
         groups.append(group)
         for part in others:
             follower = _Follower({**group, **part})
@@ -195,9 +195,9 @@ def split_optimizer(client: torch.optim.Optimizer, kind_of: KindOf) -> torch.opt
     return result
 
 
-def _parts(group: ParameterGroup, kind_of: KindOf) -> list[ParameterGroup]:
+def _parts(group: ParameterGroup, key_of: GroupKeyOf) -> list[ParameterGroup]:
     """List the parts of a group, experts last; each has a trained parameter."""
-    kinds = [kind_of(parameter) for parameter in group["params"]]
+    kinds = [key_of(parameter) for parameter in group["params"]]
     trained = {kind for kind, p in zip(kinds, group["params"], strict=True) if p.requires_grad and p.numel()}
     if trained:
         usual = min((kind for kind in kinds if kind in trained), key=_is_of_experts)
@@ -210,5 +210,5 @@ def _parts(group: ParameterGroup, kind_of: KindOf) -> list[ParameterGroup]:
     return parts
 
 
-def _is_of_experts(kind: Kind) -> bool:
+def _is_of_experts(kind: GroupKey) -> bool:
     return kind.expert is not None

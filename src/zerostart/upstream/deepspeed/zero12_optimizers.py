@@ -18,10 +18,17 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
-from zerostart.upstream.deepspeed.zero3_partitions import follow, import_deepspeed, tell_changed
+from zerostart.upstream.deepspeed.zero3_partitions import import_deepspeed, log_changed_masters, update_master
 from zerostart.upstream.deepspeed.zero12_groups import TOUCHED as GROUPING
-from zerostart.upstream.deepspeed.zero12_groups import Keeper, Mark, RunReader, grouping, marked, remark
-from zerostart.upstream.guard import Function, Use, misfit
+from zerostart.upstream.deepspeed.zero12_groups import (
+    FlatBufferMark,
+    Keeper,
+    RunReader,
+    grouping,
+    mark_of,
+    set_mark,
+)
+from zerostart.upstream.guard import Function, Use, find_misfits
 from zerostart.upstream.patches import RefCountedPatches, patch, wrap
 from zerostart.upstream.torch.byte_sums import lanes_of, to_signed
 from zerostart.upstream.types import Arguments, Keywords
@@ -48,7 +55,7 @@ class Adoption:
         self.client = getattr(arguments["init_optimizer"], "param_groups", [])
         self.groups = [[p for p in group["params"] if is_optimized_parameter(p)] for group in self.client]
         self.flats: list[torch.Tensor | None] = [None] * len(self.groups)
-        ours = any(marked(p) for group in self.groups for p in group)
+        ours = any(mark_of(p) for group in self.groups for p in group)
         if ours and arguments.get("zenflow_config") is not None:
             logger.warning(
                 "ZenFlow orders parameters in its own way: DeepSpeed flattens them itself, with a "
@@ -75,7 +82,7 @@ class Adoption:
         # A group's padding depends on how many ranks share it.
         partitions = [dist.get_world_size(group=ranks) for ranks in self.ranks()]
         keepers: list[Keeper] = []
-        for own_mark in (marked(p) for group in self.groups for p in group):
+        for own_mark in (mark_of(p) for group in self.groups for p in group):
             if own_mark is not None and own_mark.keeper not in keepers:
                 keepers.append(own_mark.keeper)
         for keeper in keepers:
@@ -84,7 +91,7 @@ class Adoption:
             pairs = zip(self.flats, buffers, strict=True)
             self.flats = [new if new is not None else old for old, new in pairs]
         pairs_of_groups = enumerate(zip(self.flats, self.groups, strict=True))
-        stock = [n for n, (flat, group) in pairs_of_groups if flat is None and any(map(marked, group))]
+        stock = [n for n, (flat, group) in pairs_of_groups if flat is None and any(map(mark_of, group))]
         if stock:
             logger.warning(
                 "parameter groups %s hold parameters that zerostart did not load, or that were "
@@ -118,7 +125,7 @@ class Adoption:
         requests: dict[RunReader, list[tuple[str, int, torch.Tensor]]] = {}
         read: list[tuple[torch.Tensor, int, torch.Tensor]] = []
         for parameter, low, share in shares_of(self.optimizer):
-            own_mark = marked(parameter)
+            own_mark = mark_of(parameter)
             if own_mark is None or own_mark.reader is None or parameter.dtype == torch.float32:
                 continue
             if share.dtype == torch.float32:
@@ -128,12 +135,12 @@ class Adoption:
             reader(runs)
         changed = []
         for parameter, low, share in read:
-            own_mark = marked(parameter)
+            own_mark = mark_of(parameter)
             assert own_mark is not None, "it was marked above"
-            remark(parameter, replace(own_mark, reader=None))  # free what the reader refers to
-            if follow(share, parameter.detach().view(-1)[low : low + share.numel()]):
+            set_mark(parameter, replace(own_mark, reader=None))  # free what the reader refers to
+            if update_master(share, parameter.detach().view(-1)[low : low + share.numel()]):
                 changed.append(own_mark.name)
-        tell_changed(changed)
+        log_changed_masters(changed)
 
 
 def shares_of(optimizer: ZeROOptimizer) -> Iterator[tuple[torch.Tensor, int, torch.Tensor]]:
@@ -321,7 +328,7 @@ BUFFERS_TOUCHED = (
 def is_known() -> bool:
     """Return True if DeepSpeed is as expected; otherwise warn once."""
     import_deepspeed()
-    wrong = misfit((*TOUCHED, *BUFFERS_TOUCHED, *GROUPING))
+    wrong = find_misfits((*TOUCHED, *BUFFERS_TOUCHED, *GROUPING))
     if wrong:
         logger.warning("%s. deepspeed.initialize will flatten the parameters of stages 1 and 2 itself", wrong)
     return not wrong
@@ -330,14 +337,14 @@ def is_known() -> bool:
 def mark(parameter: torch.Tensor, name: str, keeper: Keeper) -> None:
     """Let the optimizer of ``parameter`` use its flat buffer."""
     if is_known():
-        remark(parameter, Mark(name, keeper, None, _patches.ticket()))
+        set_mark(parameter, FlatBufferMark(name, keeper, None, _patches.ticket()))
 
 
 def offer(parameter: torch.Tensor, reader: RunReader) -> None:
     """Read the fp32 master of a marked parameter with ``reader``."""
-    own_mark = marked(parameter)
+    own_mark = mark_of(parameter)
     if own_mark is not None:
-        remark(parameter, replace(own_mark, reader=reader))
+        set_mark(parameter, replace(own_mark, reader=reader))
 
 
 def _enter(stack: ExitStack) -> None:
@@ -367,7 +374,7 @@ def _construct_engine(original: Function, engine: DeepSpeedEngine, *args: Any, *
 
 def _keepers(model: object) -> list[Keeper]:
     parameters = model.parameters() if isinstance(model, torch.nn.Module) else ()
-    return list({id(m.keeper): m.keeper for p in parameters if (m := marked(p)) is not None}.values())
+    return list({id(m.keeper): m.keeper for p in parameters if (m := mark_of(p)) is not None}.values())
 
 
 def _broadcast_model(original: Function, engine: DeepSpeedEngine) -> None:
@@ -375,7 +382,7 @@ def _broadcast_model(original: Function, engine: DeepSpeedEngine) -> None:
     sharing: dict[str | None, list[Any]] = {}
     if engine.dist_backend is not None:
         for parameter in engine.module.parameters():
-            if marked(parameter) is not None and not hasattr(parameter, "ds_optim_param"):
+            if mark_of(parameter) is not None and not hasattr(parameter, "ds_optim_param"):
                 # The comparison is collective in the group of the broadcast.
                 sharing.setdefault(_experts_of(parameter), []).append(parameter)
     spared = []

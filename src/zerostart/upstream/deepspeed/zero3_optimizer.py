@@ -19,8 +19,12 @@ import torch
 
 from zerostart.errors import EngineError
 from zerostart.upstream.deepspeed import zero3_start as starting
-from zerostart.upstream.deepspeed.zero3_partitions import follow_partition, require, tell_changed
-from zerostart.upstream.guard import Function, Use, demand, misfit
+from zerostart.upstream.deepspeed.zero3_partitions import (
+    log_changed_masters,
+    refresh_master,
+    require_version,
+)
+from zerostart.upstream.guard import Function, Use, demand, find_misfits
 from zerostart.upstream.patches import RefCountedPatches, Ticket, enter_on_import, wrap
 
 if TYPE_CHECKING:
@@ -38,9 +42,7 @@ Buffer = tuple[torch.dtype, object]
 _ATTRIBUTE = "_zerostart_mark"
 _OPTIMIZER = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
 _MODULE = "deepspeed.runtime.zero.partition_parameters"
-_GATHER = Use(
-    _MODULE, "_no_gather_coalesced", "experts that one rank has alone begin at a multiple of 16 bytes"
-)
+_GATHER = Use(_MODULE, "_no_gather_coalesced", "experts of a single rank begin at a multiple of 16 bytes")
 TOUCHED = (
     Use(
         _OPTIMIZER,
@@ -64,20 +66,20 @@ TOUCHED = (
 
 
 @dataclass(frozen=True)
-class Mark:
+class Zero3Mark:
     """Name of a parameter, reader of its master, and arranger of its load's partitions."""
 
     name: str
     reader: Reader | None
     arrange: Arrange | None
-    held: tuple[Ticket, ...]
+    tickets: tuple[Ticket, ...]
     load: object = None
 
 
 @functools.cache
 def require_stage3() -> type[DeepSpeedZeroOptimizer_Stage3]:
     """Return the class of the ZeRO-3 optimizer; raises UnsupportedVersionError."""
-    require()
+    require_version()
     demand(TOUCHED)
     from deepspeed.runtime.zero import stage3
 
@@ -95,7 +97,7 @@ def mark(
     """Make the optimizer of ``parameter`` our subclass."""
     require_stage3()
     tickets = (_patches.ticket(), _aligned.ticket())
-    setattr(parameter, _ATTRIBUTE, Mark(name, reader, arrange, tickets, load))
+    setattr(parameter, _ATTRIBUTE, Zero3Mark(name, reader, arrange, tickets, load))
 
 
 def _enter(stack: ExitStack) -> None:
@@ -119,7 +121,7 @@ _ALIGNMENT = 16
 
 
 def _align(stack: ExitStack, module: ModuleType) -> None:
-    if not misfit((_GATHER,)):
+    if not find_misfits((_GATHER,)):
         wrap(stack, module, "_no_gather_coalesced", _gather_aligned)
 
 
@@ -181,14 +183,14 @@ class _Overrides(_Optimizer):  # type: ignore[misc]
             own.sort(key=lambda params: params[0].dtype != self.dtype)
             parts = [[p.ds_tensor for p in params] for params in own]
             largest = max((partition for part in parts for partition in part), key=torch.Tensor.numel)
-            if starting.takes(largest, self.offload_param):
+            if starting.can_use(largest, self.offload_param):
                 arrange(parts, [p.ds_tensor for p in every if _buffer_of(p)[1] == load])
 
     def _create_fp16_partitions_with_defragmentation(self, groups: list[ParameterGroup]) -> None:
-        with starting.defragmenting() if starting.is_known() else contextlib.nullcontext():
+        with starting.skip_defragment() if starting.is_known() else contextlib.nullcontext():
             super()._create_fp16_partitions_with_defragmentation(groups)
 
-    def _of_other_buffers(self) -> bool:
+    def _has_other_buffers(self) -> bool:
         return any(_buffer_of(group[0]) != self.main_buffer for group in self.fp16_groups)
 
     def _get_parameter_partitions(self) -> list[torch.Tensor]:
@@ -203,13 +205,13 @@ class _Overrides(_Optimizer):  # type: ignore[misc]
                 self.fp16_partitioned_groups_flat.append(self.lp_param_buffer.narrow(0, offset, numel))
                 offset += numel
             else:
-                self.fp16_partitioned_groups_flat.append(starting.flattened([p.ds_tensor for p in group]))
+                self.fp16_partitioned_groups_flat.append(starting.flatten([p.ds_tensor for p in group]))
 
     def _create_param_groups_fp16_flat_cpu_memory(self) -> None:
         if not self.params_in_nvme_and_cpu and starting.is_known():
             parts = [[p.ds_tensor for p in group["params"]] for group in self.trainable_param_groups]
-            flats = [starting.joined(part) for part in parts]
-            if all(f is not None and starting.takes(f, True) for f in flats):
+            flats = [starting.join_contiguous(part) for part in parts]
+            if all(f is not None and starting.can_use(f, True) for f in flats):
                 self.param_groups_fp16_flat_cpu_memory += [f for f in flats if f is not None]
                 return
         super()._create_param_groups_fp16_flat_cpu_memory()
@@ -222,7 +224,7 @@ class _Overrides(_Optimizer):  # type: ignore[misc]
                 self.param_groups_fp16_flat_cpu_memory[number] = flat
 
     def offload_states(self, *args: object, **kwargs: object) -> None:
-        if self._of_other_buffers():
+        if self._has_other_buffers():
             raise EngineError(
                 "offload_states() moves ZeRO-3 parameters of one dtype and one load; this model mixes them"
             )
@@ -249,7 +251,7 @@ class _Overrides(_Optimizer):  # type: ignore[misc]
 
     def create_reduce_and_remove_grad_hooks(self) -> None:
         trained = [p for group in self.fp16_groups for p in group if _mark_of(p) is not None]
-        with starting.ungathered(trained) if starting.is_known() else contextlib.nullcontext():
+        with starting.skip_gathers(trained) if starting.is_known() else contextlib.nullcontext():
             super().create_reduce_and_remove_grad_hooks()
 
     def _read_masters(self, numbers: Sequence[int]) -> None:
@@ -274,12 +276,12 @@ class _Overrides(_Optimizer):  # type: ignore[misc]
         for parameter, _ in pairs:
             setattr(parameter, _ATTRIBUTE, replace(getattr(parameter, _ATTRIBUTE), reader=None))
         # A master that does not round to its parameter's value belongs to an edited parameter.
-        changed = [_name(parameter) for parameter, share in pairs if follow_partition(share, parameter)]
-        tell_changed(changed)
+        changed = [_name(parameter) for parameter, share in pairs if refresh_master(share, parameter)]
+        log_changed_masters(changed)
 
 
-def _mark_of(parameter: object) -> Mark | None:
-    mark: Mark | None = getattr(parameter, _ATTRIBUTE, None)
+def _mark_of(parameter: object) -> Zero3Mark | None:
+    mark: Zero3Mark | None = getattr(parameter, _ATTRIBUTE, None)
     return mark
 
 
@@ -294,5 +296,5 @@ def _reader(parameter: object) -> Reader | None:
 
 
 def _name(parameter: object) -> str:
-    mark: Mark = getattr(parameter, _ATTRIBUTE)
+    mark: Zero3Mark = getattr(parameter, _ATTRIBUTE)
     return mark.name

@@ -44,7 +44,7 @@ _HIERARCHICAL = Use(
 _LEAVES = Use(
     "deepspeed.utils.z3_leaf_module",
     "set_z3_leaf_module, z3_leaf_module",
-    "a module of which each rank may run other parts is gathered as one",
+    "a module that ranks may run in different parts is gathered as one",
 )
 TOUCHED = (
     Use(
@@ -54,9 +54,7 @@ TOUCHED = (
         ".param_swapper, .pin_memory, .remote_device",
         "an Init as an object, which converts parameters one by one",
     ),
-    Use(
-        _INIT, "_partition_param(param)", "a parameter is given its partition without being made whole first"
-    ),
+    Use(_INIT, "_partition_param(param)", "a parameter gets its partition without a whole tensor"),
     Use(
         "deepspeed.runtime.zero.partition_parameters",
         "free_param, PartitionedParamStatus, DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR",
@@ -115,7 +113,7 @@ def load_operations(names: Iterable[str]) -> None:
 
 
 def is_gathered(parameter: torch.Tensor) -> bool:
-    """Return whether ``parameter`` is inside DeepSpeed's ``GatheredParameters``."""
+    """Return True if ``parameter`` is inside DeepSpeed's ``GatheredParameters``."""
     module = sys.modules.get(_MODULE)
     return module is not None and getattr(parameter, module.DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR, 0) > 0
 
@@ -130,7 +128,7 @@ def _partition_parameters() -> ModuleType:
     return module
 
 
-def require() -> None:
+def require_version() -> None:
     """Import DeepSpeed; raises EngineError if absent, UnsupportedVersionError if unknown."""
     _partition_parameters()
 
@@ -269,7 +267,7 @@ class Home:
 
 
 def converted_parameter(init: Init, old: nn.Parameter) -> nn.Parameter:
-    """Return a ZeRO-3 parameter like ``old`` (on meta), unpartitioned; call in one order on all ranks."""
+    """Convert ``old`` (on meta) to a ZeRO-3 parameter, unpartitioned; in one order on all ranks."""
     # An expanded element has the shape without its memory.
     single = torch.empty((1,) * old.dim(), dtype=old.dtype, device=parameter_device(init))
     new = nn.Parameter(single.expand(old.shape), requires_grad=old.requires_grad)
@@ -340,7 +338,7 @@ def partition_available(partition: torch.Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def contexts_aside() -> Iterator[None]:
+def suspended_contexts() -> Iterator[None]:
     """Suspend an open ``zero.Init`` context; may be nested."""
     module = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
     context = getattr(module, "top_level_context", None)
@@ -368,8 +366,8 @@ def mark_leaves(modules: Iterable[nn.Module]) -> None:
 _CHUNK = 1 << 20
 
 
-def follow(master: torch.Tensor, values: torch.Tensor) -> bool:
-    """Copy changed values of a parameter to its 1-D master; return True if there are any."""
+def update_master(master: torch.Tensor, values: torch.Tensor) -> bool:
+    """Copy changed values of a parameter to its 1-D master; return True if any changed."""
     has_changed = False
     for start in range(0, master.numel(), _CHUNK):
         high = master[start : start + _CHUNK]
@@ -381,7 +379,7 @@ def follow(master: torch.Tensor, values: torch.Tensor) -> bool:
     return has_changed
 
 
-def tell_changed(names: Sequence[str]) -> None:
+def log_changed_masters(names: Sequence[str]) -> None:
     """Log parameters whose masters do not start from the checkpoint."""
     if names:
         logger.info(
@@ -393,13 +391,13 @@ def tell_changed(names: Sequence[str]) -> None:
         )
 
 
-def follow_partition(master: torch.Tensor, parameter: Any) -> bool:
-    """Copy a changed partition, which may be on NVMe, to its master as ``follow`` does."""
+def refresh_master(master: torch.Tensor, parameter: Any) -> bool:
+    """Copy a changed partition, which may be on NVMe, to its master."""
     swapped = not partition_available(parameter.ds_tensor)
     if swapped:
         demand(nvme.TOUCHED, "Leave the parameters in memory: offload_param to cpu")
         parameter.nvme_swapper.swap_in([parameter], async_op=False)
-    has_changed = follow(master, parameter.ds_tensor.data)
+    has_changed = update_master(master, parameter.ds_tensor.data)
     if swapped:
         parameter.nvme_swapper.remove_partition_and_release_buffers([parameter])
     return has_changed

@@ -17,7 +17,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from zerostart.upstream.deepspeed.zero3_partitions import mark_leaves
-from zerostart.upstream.guard import Function, Use, demand, misfit
+from zerostart.upstream.guard import Function, Use, demand, find_misfits
 from zerostart.upstream.patches import RefCountedPatches, patch, wrap
 from zerostart.upstream.types import Arguments, Keywords
 
@@ -29,7 +29,7 @@ logger = logging.getLogger("zerostart")
 _DEFRAGMENT = Use(
     "deepspeed.runtime.zero.stage3",
     "defragment",
-    "partitions that lie next to each other stay where they are",
+    "contiguous partitions are not moved",
 )
 _MEMORY = Use(
     "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3",
@@ -45,7 +45,7 @@ _MEMORY = Use(
 _BEGINNING = Use(
     "deepspeed.runtime.engine:DeepSpeedEngine",
     "_configure_zero_optimizer(optimizer), _configure_distributed_model(model)",
-    "the model is not printed where ZeRO begins, and small frozen parts of it stay whole",
+    "the model is not printed at the start of ZeRO-3, and small frozen parts stay whole",
 )
 #: Number of elements to convert at a time.
 _CHUNK = 1 << 22
@@ -54,7 +54,7 @@ _CHUNK = 1 << 22
 @functools.cache
 def is_known() -> bool:
     """Return True if the optimizer's constructor is as expected; otherwise warn once."""
-    wrong = misfit((_DEFRAGMENT, _MEMORY))
+    wrong = find_misfits((_DEFRAGMENT, _MEMORY))
     if wrong:
         logger.warning(
             "%s. deepspeed.initialize starts unpatched at ZeRO-3, and takes up to twice the "
@@ -64,7 +64,7 @@ def is_known() -> bool:
     return not wrong
 
 
-def takes(partition: torch.Tensor, offloaded: bool) -> bool:
+def can_use(partition: torch.Tensor, offloaded: bool) -> bool:
     """Return True if the optimizer can use the buffer of ``partition`` as its own."""
     from deepspeed.accelerator import get_accelerator
 
@@ -76,8 +76,8 @@ def takes(partition: torch.Tensor, offloaded: bool) -> bool:
     return on_host and (get_accelerator().device_name() == "cpu" or partition.is_pinned())
 
 
-def joined(partitions: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Return 1-D tensors as one tensor if they are contiguous in one storage, or None."""
+def join_contiguous(partitions: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Join 1-D tensors that are contiguous in one storage without a copy; None for others."""
     if not partitions:
         return None
     first = partitions[0]
@@ -92,9 +92,9 @@ def joined(partitions: Sequence[torch.Tensor]) -> torch.Tensor | None:
     return first.detach().as_strided((numel,), (1,), first.storage_offset())
 
 
-def flattened(partitions: Sequence[torch.Tensor]) -> torch.Tensor:
+def flatten(partitions: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return one buffer of the partitions, which become views of it."""
-    run = joined(partitions)
+    run = join_contiguous(partitions)
     if run is not None:
         return run
     flat = torch.cat([partition.data for partition in partitions])
@@ -106,8 +106,8 @@ def flattened(partitions: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def defragmenting() -> Iterator[None]:
-    """Skip ``defragment`` inside if the partitions are contiguous."""
+def skip_defragment() -> Iterator[None]:
+    """Skip ``defragment`` inside the block if the partitions are contiguous."""
     from deepspeed.runtime.zero import stage3
 
     with ExitStack() as stack:
@@ -116,13 +116,13 @@ def defragmenting() -> Iterator[None]:
 
 
 def _defragment(original: Function, tensors: Sequence[torch.Tensor]) -> Any:
-    whole = joined(tensors)
+    whole = join_contiguous(tensors)
     return original(tensors) if whole is None else whole
 
 
 @contextlib.contextmanager
-def ungathered(parameters: Sequence[Any]) -> Iterator[None]:
-    """Do not gather partitioned ``parameters`` inside, unless they have secondary partitions."""
+def skip_gathers(parameters: Sequence[Any]) -> Iterator[None]:
+    """Skip gathers of ``parameters`` inside the block, except with secondary partitions."""
     spared = [
         p for p in parameters if p.ds_status.name == "NOT_AVAILABLE" and p.ds_zero_param_process_group is None
     ]

@@ -36,7 +36,7 @@ TOUCHED = (
 
 
 @functools.cache
-def require() -> None:
+def require_version() -> None:
     """Raise UnsupportedVersionError unless DiffSynth is as expected."""
     demand(TOUCHED, "zerostart.enabled() cannot take over its loading; use zerostart.load")
 
@@ -82,7 +82,7 @@ class DiffSynthSeam(RefCountedPatches):
             result = original(*args, **kwargs)
             self._skipped(result)
             return result
-        require()
+        require_version()
 
         def own() -> Any:
             # ``zero.Init`` would partition the model too early.

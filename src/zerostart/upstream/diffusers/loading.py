@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from zerostart.upstream.diffusers.weights import require as require_version
+from zerostart.upstream.diffusers.weights import require_version as require_base
 from zerostart.upstream.guard import Function, Use, demand
 from zerostart.upstream.patches import RefCountedPatches, enter_on_import, wrap
 from zerostart.upstream.seam import LoadingSeam
@@ -34,9 +34,9 @@ TOUCHED = (
 )
 
 
-def require() -> None:
+def require_version() -> None:
     """Raise UnsupportedVersionError unless ``from_pretrained`` is as expected."""
-    require_version()
+    require_base()
     demand(TOUCHED, "zerostart.enabled() cannot take over its loading; use zerostart.load")
 
 
@@ -54,7 +54,7 @@ class DiffusersSeam(LoadingSeam):
         enter_on_import(stack, _MODULE, self._imported)
 
     def _imported(self, stack: ExitStack, module: ModuleType) -> None:
-        require()
+        require_version()
         mixin: type[ModelMixin] = module.ModelMixin
         wrap(stack, mixin, "from_pretrained", self.from_pretrained)
         wrap(stack, mixin, "_load_pretrained_model", self._load_pretrained_model)

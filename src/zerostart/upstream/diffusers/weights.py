@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from zerostart.errors import BuildError, UnsupportedVersionError
 from zerostart.upstream.guard import Use, demand, is_of_class
-from zerostart.upstream.transformers.models import unasked, without_bars
+from zerostart.upstream.transformers.models import refuse_questions, without_bars
 from zerostart.upstream.types import Pipeline
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ TOUCHED = (
     Use(
         "diffusers.models.modeling_utils:ModelMixin",
         "_keep_in_fp32_modules, _keys_to_ignore_on_load_unexpected, _fix_state_dict_keys_on_load(state_dict)",
-        "what a model declares of its tensors",
+        "the declarations of a model about its tensors",
     ),
 )
 
@@ -44,7 +44,7 @@ Converter = Callable[..., Mapping[str, torch.Tensor]]
 
 
 @functools.cache
-def require() -> None:
+def require_version() -> None:
     """Raise UnsupportedVersionError unless diffusers is as expected."""
     try:
         importlib.import_module("diffusers.loaders.single_file_model")
@@ -63,7 +63,7 @@ def is_diffusers(model: object) -> bool:
 
 def model_class(name: str) -> type[nn.Module] | None:
     """Return the model class ``name`` of diffusers, or None."""
-    require()
+    require_version()
     import diffusers
 
     kind = getattr(diffusers, name, None)
@@ -72,7 +72,7 @@ def model_class(name: str) -> type[nn.Module] | None:
 
 def original_layout(kind: type) -> tuple[Converter | None, tuple[str, ...]]:
     """Return the converter that diffusers registers for the class, and prefixes of its keys."""
-    require()
+    require_version()
     from diffusers.loaders import single_file_utils
 
     prefixes = {
@@ -86,7 +86,7 @@ def original_layout(kind: type) -> tuple[Converter | None, tuple[str, ...]]:
 
 
 def _single_file_entry(kind: type) -> dict[str, Any]:
-    require()
+    require_version()
     from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
 
     names = {base.__name__ for base in kind.__mro__ if base.__module__.startswith("diffusers.")}
@@ -94,8 +94,8 @@ def _single_file_entry(kind: type) -> dict[str, Any]:
 
 
 def original_release(shapes: Mapping[str, Sequence[int]]) -> tuple[str, str | None] | None:
-    """Return the repository and folder of a release's configurations, or None for an unknown release."""
-    require()
+    """Return the repository and folder of a known release's configurations, or None."""
+    require_version()
     from diffusers.loaders import single_file_utils as known
 
     element = torch.empty((), device="meta")
@@ -110,11 +110,11 @@ def original_release(shapes: Mapping[str, Sequence[int]]) -> tuple[str, str | No
 
 
 def lora_converter(model: object) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] | None:
-    """Return diffusers' function from LoRA tensors of other tools to its own names, or None."""
-    require()
+    """Return diffusers' converter of LoRA tensors from other tools, or None."""
+    require_version()
     from diffusers import loaders
 
-    for kind in type(model).__mro__:  # FSDP2 gives models a class of their own
+    for kind in type(model).__mro__:  # FSDP2 changes the classes of models
         family = kind.__name__.partition("Transformer")[0]
         for name in (family, family.removesuffix("Video")):
             mixin: Any = getattr(loaders, f"{name}LoraLoaderMixin", None)
@@ -131,20 +131,20 @@ def component_folder(kind: type) -> str | None:
 
 def fix_names(model: ModelMixin, state_dict: dict[str, Any]) -> None:
     """Rename keys of older releases in place."""
-    require()
+    require_version()
     model._fix_state_dict_keys_on_load(state_dict)
 
 
 def kept_in_fp32(model: ModelMixin) -> frozenset[str]:
     """Return name parts of modules and parameters that remain in float32."""
-    require()
+    require_version()
     modules = model._keep_in_fp32_modules or ()
     return frozenset((modules,) if isinstance(modules, str) else modules)
 
 
 def ignorable_unexpected(model: ModelMixin) -> tuple[str, ...]:
     """Return the model's patterns of ignorable unexpected names."""
-    require()
+    require_version()
     return tuple(model._keys_to_ignore_on_load_unexpected or ())
 
 
@@ -152,12 +152,12 @@ PIPELINES_TOUCHED = (
     Use(
         "diffusers.pipelines.pipeline_utils:DiffusionPipeline",
         "from_pretrained, register_modules, components, register_to_config",
-        "a pipeline is made of models that are loaded already",
+        "a pipeline gets models that are already loaded",
     ),
     Use(
         "diffusers.pipelines.pipeline_loading_utils",
         "_fetch_class_library_tuple",
-        "what a pipeline's index calls the class of a model",
+        "the names of model classes in a pipeline's index",
     ),
 )
 
@@ -166,7 +166,7 @@ _PACKAGES = ("diffusers", "transformers")
 
 def pipeline_class(name: object, root: Path) -> type[DiffusionPipeline]:
     """Return the pipeline class ``name`` of diffusers; raises BuildError."""
-    require()
+    require_version()
     demand(PIPELINES_TOUCHED)
     import diffusers
 
@@ -182,7 +182,7 @@ def pipeline_class(name: object, root: Path) -> type[DiffusionPipeline]:
 
 def component_class(library: str, kind: str, where: str) -> type[nn.Module]:
     """Return the model class in a pipeline's index; raises BuildError."""
-    require()
+    require_version()
     module = library if library in _PACKAGES else f"diffusers.pipelines.{library}"
     cls = None
     if re.fullmatch(r"[a-z0-9_]+", library):
@@ -211,11 +211,11 @@ def assembled(
 ) -> DiffusionPipeline:
     """Return the pipeline in ``root`` with ``models``; diffusers loads everything else."""
     try:
-        with unasked(), without_bars("diffusers"):
+        with refuse_questions(), without_bars("diffusers"):
             return kind.from_pretrained(str(root), local_files_only=True, **models)
     except Exception as error:  # of many types, for a missing or damaged tokenizer
         text = " ".join(str(error).split())
         raise BuildError(
-            f"{root}: diffusers cannot make a {kind.__name__} of the files beside its models "
+            f"{root}: diffusers cannot make a {kind.__name__} of the files next to its models "
             f"({text}); restore its tokenizers, schedulers and processors"
         ) from error

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from zerostart.upstream.guard import Function, Use
-from zerostart.upstream.patches import RefCountedPatches, enter_on_import, fits, wrap
+from zerostart.upstream.patches import RefCountedPatches, check_compatible, enter_on_import, wrap
 
 if TYPE_CHECKING:
     import torch
@@ -127,7 +127,7 @@ class AdapterCalls(RefCountedPatches):
         stack: ExitStack,
         module: ModuleType,
     ) -> None:
-        if fits(stack, self, uses, _REMEDY):
+        if check_compatible(stack, self, uses, _REMEDY):
             serve(stack, module)
 
     def _wrap_layers(self, stack: ExitStack, module: ModuleType) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from zerostart.upstream.guard import Use, demand, misfit
+from zerostart.upstream.guard import Use, demand, find_misfits
 from zerostart.upstream.patches import patch
 
 _DERIVED = Use(
@@ -22,19 +22,19 @@ _VERSION = Use(
     "sglang.srt.managers.io_struct",
     "UpdateWeightVersionReqInput, "
     "sglang.srt.managers.tokenizer_control_mixin:TokenizerControlMixin.update_weight_version(obj)",
-    "an engine within a process has no call of its own for its weight version",
+    "an engine in this process has no other call that sets its weight version",
 )
 
 
 @functools.cache
-def require() -> None:
+def require_version() -> None:
     """Raise UnsupportedVersionError unless SGLang derives tensors from weights as expected."""
     demand((_DERIVED,), "zerostart.refit cannot fill its parameters; SGLang's own updates can")
 
 
 @contextmanager
-def nothing_derived(model: nn.Module) -> Iterator[None]:
-    """Let ``load_weights`` fill parameters without derived tensors inside."""
+def skip_derived(model: nn.Module) -> Iterator[None]:
+    """Let ``load_weights`` fill only parameters, no derived tensors, inside the block."""
     with ExitStack() as stack:
         for module in model.modules():
             if hasattr(module, "post_load_weights"):
@@ -42,16 +42,16 @@ def nothing_derived(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def derive(model: nn.Module) -> None:
+def update_derived(model: nn.Module) -> None:
     """Update the tensors that ``model`` derives from its weights."""
     from sglang.srt.model_loader import loader
 
     loader.post_load_weights(model)
 
 
-def tell_version(engine: Any, version: str) -> None:
+def set_version(engine: Any, version: str) -> None:
     """Set the weight version of an ``Engine`` in this process."""
-    if misfit((_VERSION,)):
+    if find_misfits((_VERSION,)):
         return
     from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
 

@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from zerostart.upstream.guard import Use, misfit
+from zerostart.upstream.guard import Use, find_misfits
 
 #: Bytes in a row, rows in a block, sums of a row.
 ROW, ROWS, COLUMNS = 1 << 10, 1 << 10, 8
@@ -174,7 +174,7 @@ def _has_host_product() -> bool:
     # Elsewhere torch multiplies in a slow loop.
     if platform.machine() not in ("x86_64", "AMD64") or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
-    if misfit(TOUCHED):
+    if find_misfits(TOUCHED):
         return False
     # Without AVX512-VNNI, sums of two products may overflow 16 bits.
     keys = _byte_keys(torch.device("cpu"))
@@ -192,7 +192,7 @@ def _has_host_product() -> bool:
 
 @functools.cache
 def _has_device_product(device: torch.device) -> bool:
-    if misfit(TOUCHED):
+    if find_misfits(TOUCHED):
         return False
     keys = _byte_keys(torch.device("cpu"))
     octets = torch.where(keys.T > 0, -128, 127).to(torch.int8).repeat(MIN_DEVICE_ROWS, 1)

@@ -39,7 +39,7 @@ _SEQUENCE = 2  # of [rows, heads, length, size]
 
 
 @functools.cache
-def require() -> None:
+def require_version() -> None:
     """Raise UnsupportedVersionError unless torch's ring attention is as expected."""
     demand(TOUCHED, "Use sequence_parallel=1")
 
@@ -57,7 +57,7 @@ def check_kernels(kind: str) -> None:
 
 def ring_on_cpu(model: nn.Module) -> None:
     """Enable ring attention on CPUs while ``model`` lives."""
-    require()
+    require_version()
     _patches.hold(model)
 
 

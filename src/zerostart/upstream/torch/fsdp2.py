@@ -15,20 +15,20 @@ from torch.distributed.tensor import DTensor
 
 from zerostart.errors import EngineError
 from zerostart.upstream.guard import Use, need
-from zerostart.upstream.torch.tensors import over
+from zerostart.upstream.torch.tensors import wrap_local
 
 _PARAMETER = "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam"
 _UNITS = Use("torch.distributed.fsdp:FSDPModule", "_get_fsdp_state", "the parameter groups of a unit")
 _STATES = Use(
     "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState",
     "_lazy_init, ._fsdp_param_group, ._is_root",
-    "whether a forward has been through a unit",
+    "whether a unit has run",
 )
 _BACKWARD = Use("torch._C", "_current_graph_task_id", "whether a unit is called in a backward")
 _GROUPS = Use(
     "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup",
     ".modules, .offload_policy",
-    "parameters of embeddings that are resized leave their unit",
+    "the parameters of resized embeddings leave their unit",
 )
 _SHARDS = Use(
     _PARAMETER,
@@ -37,7 +37,7 @@ _SHARDS = Use(
     "torch.distributed.fsdp._fully_shard._fsdp_param_group:_get_param_module_infos(params, modules), "
     "._module_info, ._post_load_hook_handle, .device, .fsdp_placement, .mesh_info, .mp_policy, "
     ".post_forward_mesh_info, .sharded_param, .sharded_state",
-    "a shard is made of a whole parameter",
+    "a whole parameter is sharded",
 )
 _ACCUMULATED = Use(
     _PARAMETER, ".unsharded_accumulated_grad", "whether gradients have been accumulated that were not reduced"
@@ -88,7 +88,7 @@ def refuse_replaced_parameters(model: nn.Module) -> None:
 
 
 def are_reduced_as_shards() -> bool:
-    """Return whether gradients are reduced in the shards' dtype by default (from torch 2.15 on)."""
+    """Return True if gradients are reduced in the shards' dtype by default (torch >= 2.15)."""
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
     return hasattr(FSDPParam, "unsharded_grad_dtype")
@@ -111,7 +111,7 @@ def has_unreduced(model: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def unshard_modules(model: nn.Module, modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Make the parameters of ``modules`` whole inside, and shard their new values afterwards.
+    """Make the parameters of ``modules`` whole inside the block, then shard their new values.
 
     Collective. Rank 0's values are used; after an error, the old values. ``model`` must be sharded over all
     ranks, and must not have run.
@@ -168,7 +168,7 @@ def whole_tensor(sharded: DTensor) -> torch.Tensor:
     local = sharded.to_local().detach()
     kind = sharded.device_mesh.device_type
     if local.device.type != kind:
-        sharded = over(sharded, local.to(kind))
+        sharded = wrap_local(sharded, local.to(kind))
     with torch.no_grad():
         whole: torch.Tensor = sharded.full_tensor()
     return whole

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from zerostart.upstream.guard import Function, Use, misfit, need
+from zerostart.upstream.guard import Function, Use, find_misfits, need
 from zerostart.upstream.patches import RefCountedPatches, wrap
 
 if TYPE_CHECKING:
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 _DESTROY = Use(
     "torch.distributed.distributed_c10d",
     "destroy_process_group(group)",
-    "a checkpoint that is being written in the background is finished before its process group goes",
+    "a background save ends before its process group is destroyed",
 )
 _STORE = Use(
     "torch.distributed.distributed_c10d",
     "_get_default_store, _world",
-    "a rank that is alone in a call learns it without a collective",
+    "a rank that is alone in a call is detected without a collective",
 )
 #: Environment variable that makes gloo connect two ranks at their first message.
-LAZILY = "TORCH_GLOO_LAZY_INIT"
+LAZY_CONNECT = "TORCH_GLOO_LAZY_INIT"
 
 
 def store_of(prefix: str) -> Store:
@@ -42,7 +42,7 @@ def store_of(prefix: str) -> Store:
     return store
 
 
-def patience() -> timedelta:
+def group_timeout() -> timedelta:
     """Return the timeout of the default process group."""
     need(_STORE)
     parts: ModuleType = distributed_c10d
@@ -66,31 +66,31 @@ def share_timeout(before: Sequence[dist.ProcessGroup]) -> None:
     for group in [group for group in list_groups() if group not in before]:
         for device in group._device_types:
             with contextlib.suppress(AttributeError, RuntimeError):  # a foreign backend
-                group._get_backend(device)._set_default_timeout(patience())
+                group._get_backend(device)._set_default_timeout(group_timeout())
 
 
 def messages_group() -> dist.ProcessGroup:
     """Create a gloo group of all ranks with the default timeout; collective."""
-    with connected_lazily():
-        group: dist.ProcessGroup = torch.distributed.new_group(backend="gloo", timeout=patience())
+    with lazy_connections():
+        group: dist.ProcessGroup = torch.distributed.new_group(backend="gloo", timeout=group_timeout())
         return group
 
 
 @contextlib.contextmanager
-def connected_lazily() -> Iterator[None]:
-    """Create gloo groups inside that connect two ranks only when needed."""
-    before = os.environ.get(LAZILY)
-    os.environ[LAZILY] = "1"
+def lazy_connections() -> Iterator[None]:
+    """Let gloo groups of the block connect two ranks only when needed."""
+    before = os.environ.get(LAZY_CONNECT)
+    os.environ[LAZY_CONNECT] = "1"
     try:
         yield
     finally:
         if before is None:
-            del os.environ[LAZILY]
+            del os.environ[LAZY_CONNECT]
         else:
-            os.environ[LAZILY] = before
+            os.environ[LAZY_CONNECT] = before
 
 
-class BeforeTheEnd(RefCountedPatches):
+class BeforeDestroy(RefCountedPatches):
     """Calls ``finish`` before all process groups end; its error is raised afterwards."""
 
     def __init__(self, finish: Callable[[], None]) -> None:
@@ -98,7 +98,7 @@ class BeforeTheEnd(RefCountedPatches):
         self._finish = finish
 
     def _enter(self, stack: ExitStack) -> None:
-        if misfit((_DESTROY,)):
+        if find_misfits((_DESTROY,)):
             return  # an interrupted save reports itself
         wrap(stack, distributed_c10d, "destroy_process_group", self._destroy, everywhere=True)
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from zerostart.errors import UnsupportedVersionError
-from zerostart.upstream.guard import Use, misfit, need
+from zerostart.upstream.guard import Use, find_misfits, need
 from zerostart.upstream.patches import patch
 
 if TYPE_CHECKING:
@@ -35,17 +35,17 @@ _FUNCTIONS = Use(
 _GROUPS = Use(
     "torch.distributed.fsdp:FSDPModule",
     "_apply",
-    "FSDP2's parameter groups look again at what the modules hold",
+    "FSDP2's parameter groups read the modules' tensors again",
 )
 _USERS = Use(
     "torch._C",
     "_storage_Use_Count",
-    "whether somebody keeps a view of a buffer that is about to be rearranged",
+    "whether a view exists of a buffer that is about to be rearranged",
 )
 _TABLES = Use(
     "torch.nn:Module",
     "._parameters, ._buffers, ._non_persistent_buffers_set",
-    "a module's tensors are looked up and put back in its own tables",
+    "the tensors of a module are replaced in its own tables",
 )
 
 
@@ -73,7 +73,7 @@ def edited_argument(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def is_edit(name: str, kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a torch function of this name changes elements of its first argument."""
+    """Return True if the torch function ``name`` changes its first argument's elements."""
     inner = name.removeprefix("__i")
     augmented = inner != name and inner not in ("nt__", "ndex__", "nvert__")
     in_place = name.endswith("_") and not name.endswith("__") and name not in _METADATA
@@ -99,7 +99,7 @@ def storage_users(storage: torch.UntypedStorage) -> int:
 
 @functools.cache
 def _counts_users() -> bool:
-    return not misfit((_USERS,))
+    return not find_misfits((_USERS,))
 
 
 def asks_for_memory(error: Exception) -> bool:
@@ -120,7 +120,7 @@ def adopt_local_tensors(model: nn.Module) -> None:
     model._apply(lambda tensor: tensor)  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
 
-def over(sharded: DTensor, local: torch.Tensor) -> DTensor:
+def wrap_local(sharded: DTensor, local: torch.Tensor) -> DTensor:
     """Return a DTensor over ``local``, sharded as ``sharded``."""
     need(_SPEC)
     from torch.distributed.tensor import DTensor
@@ -131,7 +131,7 @@ def over(sharded: DTensor, local: torch.Tensor) -> DTensor:
 
 
 def hide_padding(parameter: nn.Parameter, owned: int) -> None:
-    """Narrow the local tensor of a parameter sharded in dimension 0 to its ``owned`` elements."""
+    """Narrow a local tensor sharded in dimension 0 to its ``owned`` elements."""
     sharded: Any = parameter
     local = sharded._local_tensor
     if local.numel() == owned:
@@ -141,14 +141,14 @@ def hide_padding(parameter: nn.Parameter, owned: int) -> None:
 
 
 @contextlib.contextmanager
-def truncated_normal_goes_to(handler: Callable[..., torch.Tensor]) -> Iterator[None]:
-    """Send ``trunc_normal_`` to ``handler(original, tensor, ...)`` inside."""
+def intercept_truncated_normal(handler: Callable[..., torch.Tensor]) -> Iterator[None]:
+    """Send ``trunc_normal_`` to ``handler(original, tensor, ...)`` inside the block."""
     module: ModuleType = nn.init
     original = getattr(module, "_no_grad_trunc_normal_", None)
     if original is None:
         yield
         return
-    wrong = misfit((_TRUNCATED_NORMAL,))
+    wrong = find_misfits((_TRUNCATED_NORMAL,))
 
     def refuse(*_: object, **__: object) -> NoReturn:
         raise UnsupportedVersionError(f"{wrong}. Initialise the model without trunc_normal_")
@@ -160,7 +160,7 @@ def truncated_normal_goes_to(handler: Callable[..., torch.Tensor]) -> Iterator[N
 
 @contextlib.contextmanager
 def row_major(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the elements of ``tensor`` in row-major order as 1-D memory, and write changes back."""
+    """Yield the elements of ``tensor`` as a row-major 1-D tensor; write changes back."""
     flat = tensor.reshape(-1)
     yield flat
     if flat.data_ptr() != tensor.data_ptr():
@@ -238,6 +238,6 @@ def shares_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def without_dispatch() -> contextlib.AbstractContextManager[None]:
-    """Skip ``__torch_dispatch__`` of modes and classes inside."""
+    """Skip ``__torch_dispatch__`` of modes and classes inside the block."""
     guard: contextlib.AbstractContextManager[None] = torch._C._DisableTorchDispatch()
     return guard

@@ -33,14 +33,14 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 @functools.cache
-def require() -> None:
+def require_version() -> None:
     """Raise UnsupportedVersionError unless attention is as expected."""
     demand(TOUCHED, "Use sequence_parallel=1")
 
 
 def implementation(model: PreTrainedModel) -> str:
     """Return the name of the attention implementation of a model."""
-    require()
+    require_version()
     return str(model.config.get_text_config()._attn_implementation)
 
 
@@ -61,7 +61,7 @@ def kinds(model: PreTrainedModel) -> frozenset[str]:
 
 def obstacle(model: PreTrainedModel) -> str:
     """Return the reason against sequence parallelism, to follow "it has"; empty if none."""
-    require()
+    require_version()
     config: PreTrainedConfig = model.config.get_text_config()
     causal = [m.is_causal for m in model.modules() if isinstance(getattr(m, "is_causal", None), bool)]
     unsupported = sorted(kinds(model) - {_FULL, _SLIDING})

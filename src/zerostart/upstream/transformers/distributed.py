@@ -26,19 +26,19 @@ _FLAG = Use(
     _CONFIG,
     "__post_init__, transformers.distributed.configuration_utils:DistributedConfig(*, tp_size, "
     "tp_plan, enable_expert_parallel, fsdp_size, pp_size)",
-    "enable_expert_parallel without a size is noted",
+    "enable_expert_parallel without a size is recorded",
 )
-_PARSED = Use(_CONFIG, "from_dict", "what a call of from_pretrained asks for")
+_PARSED = Use(_CONFIG, "from_dict", "the distributed_config of a call of from_pretrained")
 _STYLES = Use("transformers.distributed.tensor_parallel", "ALL_PARALLEL_STYLES", "the registry of styles")
 _FORWARDS = Use(
     "transformers.distributed.tensor_parallel:TensorParallelLayer",
     "install_forward(module)",
-    "a module whose parameters are cut runs by the library's own forward for its style",
+    "a module with cut parameters runs the library's forward of its style",
 )
 
 
 @dataclass(frozen=True)
-class AxesAsked:
+class RequestedAxes:
     """Axes of a ``DistributedConfig``, as in its newest release."""
 
     #: Number of ranks that share experts; None if only the flag is set.
@@ -53,7 +53,7 @@ class AxesAsked:
     unserved: tuple[str, ...]
 
     @property
-    def nothing(self) -> bool:
+    def is_trivial(self) -> bool:
         """True if no axis has more than one rank."""
         return (self.experts, self.tensors, self.data, self.replicas, self.stages) == (1, 1, 1, 1, 1)
 
@@ -62,10 +62,10 @@ def _enter(stack: ExitStack) -> None:
     demand((_FLAG, _PARSED), "zerostart.enabled() cannot translate distributed_config; use zerostart.load")
     from transformers.distributed.configuration_utils import DistributedConfig
 
-    wrap(stack, DistributedConfig, "__post_init__", _note_flag)
+    wrap(stack, DistributedConfig, "__post_init__", _record_flag)
 
 
-def _note_flag(original: Function, config: DistributedConfig) -> None:
+def _record_flag(original: Function, config: DistributedConfig) -> None:
     sizes = (config.tp_size, config.tp_plan, getattr(config, "ep_size", None))
     is_without_size = bool(config.enable_expert_parallel) and sizes == (None, None, None)
     original(config)
@@ -73,11 +73,11 @@ def _note_flag(original: Function, config: DistributedConfig) -> None:
         setattr(config, _ATTRIBUTE, True)
 
 
-#: Note ``enable_expert_parallel`` without a size in each new ``DistributedConfig``.
-flag_notes = RefCountedPatches(_enter)
+#: Record ``enable_expert_parallel`` without a size in each new ``DistributedConfig``.
+flag_records = RefCountedPatches(_enter)
 
 
-def axes_asked(config: object) -> AxesAsked:
+def requested_axes(config: object) -> RequestedAxes:
     """Return the axes of a ``DistributedConfig`` or a dict of its fields."""
     from transformers.distributed.configuration_utils import DistributedConfig
 
@@ -94,7 +94,7 @@ def axes_asked(config: object) -> AxesAsked:
     unserved = [name for name, default in defaults.items() if getattr(parsed, name, default) != default]
     if getattr(parsed, "ep_implementation", "auto") not in ("auto", "all_to_all"):
         unserved.append("ep_implementation")
-    return AxesAsked(
+    return RequestedAxes(
         experts,
         # An empty plan has no rule.
         1 if rules is not None and not rules else tensors,

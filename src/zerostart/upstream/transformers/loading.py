@@ -67,7 +67,7 @@ TOUCHED = (
 
 
 @functools.cache
-def require() -> None:
+def require_version() -> None:
     """Raise UnsupportedVersionError unless ``from_pretrained`` is as expected."""
     demand(TOUCHED, "zerostart.enabled() cannot take over its loading; use zerostart.load")
 
@@ -127,7 +127,7 @@ class TransformersSeam(LoadingSeam):
         self._starting = starting
 
     def _enter(self, stack: ExitStack) -> None:
-        require()
+        require_version()
         from transformers import modeling_utils
 
         model: type[PreTrainedModel] = modeling_utils.PreTrainedModel

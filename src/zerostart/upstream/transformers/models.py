@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from zerostart.errors import ConfigError
-from zerostart.upstream.guard import Use, demand, is_of_class, misfit, need
+from zerostart.upstream.guard import Use, demand, find_misfits, is_of_class, need
 from zerostart.upstream.patches import patch
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ _CONVERSIONS = Use(
 _MAPPING = Use(
     "transformers.conversion_mapping",
     "get_model_conversion_mapping(model, key_mapping, hf_quantizer)",
-    "which of them a model has",
+    "the conversions of one model",
 )
 _CONTEXTS = Use(
     "transformers.initialization",
@@ -43,19 +43,19 @@ _CONTEXTS = Use(
 _NESTED = Use(
     "transformers.modeling_utils",
     "set_zero3_state, _is_ds_init_called",
-    "models inside a model are built in no zero.Init of their own",
+    "nested models are built without another zero.Init",
 )
 _DECLARED = Use(
     _MODEL,
     "_ep_plan, _tp_plan, _keys_to_ignore_on_load_missing, _keys_to_ignore_on_load_unexpected, "
     "_keys_to_ignore_on_save, get_expanded_tied_weights_keys, initialize_weights, "
     "_get_dtype_plan(dtype), tie_weights(*, missing_keys, recompute_mapping), .all_tied_weights_keys",
-    "what a model declares of its tensors, and its own initialiser",
+    "the declarations of a model about its tensors, and its initialiser",
 )
 _DEVICE = Use(
     "transformers.modeling_utils",
     "get_torch_context_manager_or_global_device",
-    "a model that is built on meta initialises its weights as one on the CPU does",
+    "a model on meta initialises its weights as on the CPU",
 )
 
 
@@ -98,13 +98,13 @@ class _LazyPattern:
 
 
 def revert(model: PreTrainedModel, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return a state dict with hub names and shapes; also for meta and symbolic tensors."""
+    """Return a state dict with hub names and shapes; tensors may be meta or symbolic."""
     result: dict[str, torch.Tensor] = loading_core().revert_weight_conversion(model, dict(state_dict))
     return result
 
 
 def without_zero_init() -> AbstractContextManager[None]:
-    """Build models without ``zero.Init`` inside."""
+    """Build models of the block without ``zero.Init``."""
     from transformers import modeling_utils
 
     # Its end would reset the flag of an outer context.
@@ -113,7 +113,7 @@ def without_zero_init() -> AbstractContextManager[None]:
 
 
 def is_imported() -> bool:
-    """Return whether this process has imported transformers."""
+    """Return True if this process has imported transformers."""
     return "transformers" in sys.modules
 
 
@@ -130,7 +130,7 @@ def without_weights(dtype: torch.dtype, is_initialised: bool = False) -> Iterato
         with contextlib.ExitStack() as stack:
             if is_initialised and is_imported():
                 demand((_DEVICE, _CONTEXTS))
-            is_known = is_imported() and _builds()
+            is_known = is_imported() and _has_contexts()
             if is_known:
                 from transformers import initialization, modeling_utils
 
@@ -150,8 +150,8 @@ def without_weights(dtype: torch.dtype, is_initialised: bool = False) -> Iterato
 
 
 @functools.cache
-def _builds() -> bool:
-    return not misfit((_CONTEXTS, _NESTED))
+def _has_contexts() -> bool:
+    return not find_misfits((_CONTEXTS, _NESTED))
 
 
 def check_built(model: torch.nn.Module) -> None:
@@ -185,7 +185,7 @@ def ignorable_on_save(model: PreTrainedModel) -> tuple[str, ...]:
 
 
 def parallel_rules(model: PreTrainedModel, axis: str) -> dict[str, str]:
-    """Return the expert (``"ep"``) or tensor (``"tp"``) parallel plan of a model: names to styles."""
+    """Return a model's plan of ``axis`` ``"ep"`` (experts) or ``"tp"``: names to styles."""
     need(_DECLARED)
     return dict(getattr(model, f"_{axis}_plan", None) or {})
 
@@ -227,7 +227,7 @@ def tied_names(model: PreTrainedModel) -> dict[str, str]:
 
 
 def tie(model: PreTrainedModel, missing: set[str]) -> None:
-    """Tie the tensors of the model; a name that is not ``missing`` is the source."""
+    """Tie the tensors of the model to a name that is not ``missing``."""
     # transformers refuses a checkpoint without any name of a tie: treat the source as present.
     ties: Mapping[str, str] = model.all_tied_weights_keys
     present = {source for target, source in ties.items() if target not in missing}
@@ -279,18 +279,18 @@ _MODULE = "transformers.dynamic_module_utils"
 _QUESTION = Use(
     _MODULE,
     "TIME_OUT_REMOTE_CODE, resolve_trust_remote_code(trust_remote_code)",
-    "code of a checkpoint is refused where a question on the terminal would ask whether to run it",
+    "code of a checkpoint is refused instead of a question on the terminal",
 )
 CODE_TOUCHED = (
     _QUESTION,
-    Use(_MODULE, "get_class_from_dynamic_module", "the class of a model in the code beside its checkpoint"),
+    Use(_MODULE, "get_class_from_dynamic_module", "the model class in the code of a checkpoint"),
 )
 
 
 @contextlib.contextmanager
-def unasked() -> Iterator[None]:
+def refuse_questions() -> Iterator[None]:
     """Refuse code of a checkpoint instead of asking on the terminal."""
-    if misfit((_QUESTION,)):
+    if find_misfits((_QUESTION,)):
         yield
         return
     # Import it, in case nothing of transformers has been used before.
@@ -299,7 +299,7 @@ def unasked() -> Iterator[None]:
         yield
 
 
-def class_beside(config: PreTrainedConfig, root: str) -> type | None:
+def checkpoint_class(config: PreTrainedConfig, root: str) -> type | None:
     """Run code in ``root`` and return its model class; only for trusted checkpoints."""
     named = getattr(config, "auto_map", None)
     if not isinstance(named, dict):

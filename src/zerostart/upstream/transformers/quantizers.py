@@ -21,7 +21,7 @@ TOUCHED = (
         "update_weight_conversions, "
         "transformers.integrations.finegrained_fp8:Fp8Dequantize._dequantize_one(quantized, scales, *, "
         "output_dtype), .quantization_config",
-        "of the one quantizer: its weights are dequantised while they are read",
+        "the quantizer whose weights are dequantised while they are read",
     ),
     Use(
         "transformers.quantizers.base:HfQuantizer",
@@ -54,7 +54,7 @@ def dequantizer(quantization: Mapping[str, object], source: str) -> HfQuantizer:
         )
     block = getattr(quantizer.quantization_config, "weight_block_size", None)
     if block is not None:
-        _mend_blocks(quantizer, tuple(block))
+        _fix_block_sizes(quantizer, tuple(block))
     return quantizer
 
 
@@ -85,19 +85,19 @@ def _dequantising(conversions: Iterable[WeightTransform]) -> list[ConversionOps]
     return [op for op in operations if getattr(op, "hf_quantizer", None) is not None]
 
 
-def _mend_blocks(quantizer: HfQuantizer, block: tuple[int, int]) -> None:
+def _fix_block_sizes(quantizer: HfQuantizer, block: tuple[int, int]) -> None:
     update = quantizer.update_weight_conversions
 
-    def mended(*arguments: object) -> object:
+    def fixed(*arguments: object) -> object:
         conversions = update(*arguments)
         for conversion in conversions:
             operations = getattr(conversion, "operations", [])
             for at, operation in enumerate(operations):
                 if getattr(operation, "hf_quantizer", None) and hasattr(operation, "_dequantize_one"):
-                    operations[at] = _with_cut_blocks(type(operation), block)(operation.hf_quantizer)
+                    operations[at] = _allow_partial_blocks(type(operation), block)(operation.hf_quantizer)
         return conversions
 
-    quantizer.update_weight_conversions = mended
+    quantizer.update_weight_conversions = fixed
 
 
 def prepare(quantizer: HfQuantizer, model: PreTrainedModel, dtype: torch.dtype) -> None:
@@ -106,13 +106,13 @@ def prepare(quantizer: HfQuantizer, model: PreTrainedModel, dtype: torch.dtype) 
     quantizer.remove_quantization_config(model)
 
 
-def _with_cut_blocks(operation: type[ConversionOps], block: tuple[int, int]) -> type[ConversionOps]:
+def _allow_partial_blocks(operation: type[ConversionOps], block: tuple[int, int]) -> type[ConversionOps]:
     """Dequantise fp8 weights with incomplete last blocks, as in DeepSeek-V3.
 
     The library uses the wrong block size; this follows ``weight_dequant_kernel`` of the model's release.
     """
 
-    class CutBlocks(operation):  # type: ignore[misc]  # the base is untyped
+    class PartialBlocks(operation):  # type: ignore[misc]  # the base is untyped
         def _dequantize_one(
             self, quantized: torch.Tensor, scales: torch.Tensor, output_dtype: torch.dtype | None = None
         ) -> torch.Tensor:
@@ -130,4 +130,4 @@ def _with_cut_blocks(operation: type[ConversionOps], block: tuple[int, int]) -> 
             spread = spread[..., :rows, :columns]
             return (quantized.to(torch.float32) * spread).to(output_dtype or scales.dtype)
 
-    return CutBlocks
+    return PartialBlocks

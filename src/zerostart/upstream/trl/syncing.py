@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from zerostart.upstream.guard import Function, Use, is_first_rank, misfit
+from zerostart.upstream.guard import Function, Use, find_misfits, is_first_rank
 from zerostart.upstream.patches import RefCountedPatches, enter_on_import, wrap
 
 logger = logging.getLogger("zerostart")
@@ -58,7 +58,7 @@ class WeightSyncs(RefCountedPatches):
         self._sync, self._connect = sync, connect
 
     def _imported(self, stack: ExitStack, module: ModuleType) -> None:
-        if wrong := misfit(TOUCHED):
+        if wrong := find_misfits(TOUCHED):
             if is_first_rank():
                 logger.warning("TRL keeps its own synchronisation of weights with vLLM: %s", wrong)
             return

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerostart.upstream.guard import Use, demand, misfit
+from zerostart.upstream.guard import Use, demand, find_misfits
 
 _EXPERTS = Use(
     "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod",
@@ -37,7 +37,7 @@ _LATENT = Use(
 
 
 @functools.cache
-def require() -> None:
+def require_version() -> None:
     """Raise UnsupportedVersionError unless vLLM's reload is as expected."""
     demand((_LAYERWISE, _META), "zerostart.refit cannot fill its parameters; vLLM's own weight transfer can")
 
@@ -93,7 +93,7 @@ class Layer:
         """Pack the weights into the memory of the old packed tensors."""
         from vllm.model_executor.model_loader.reload import layerwise
 
-        if self._is_dropped() and not misfit((_LATENT,)):
+        if self._is_dropped() and not find_misfits((_LATENT,)):
             self._info.reset()  # `finish_attention` packs it
             return
         with _pack_experts_again(getattr(self.module, "quant_method", None)):
@@ -115,7 +115,7 @@ def _pack_experts_again(method: Any) -> Iterator[None]:
     from vllm.platforms import current_platform
 
     kernel = getattr(method, "moe_kernel", None)
-    if kernel is None or not current_platform.is_cpu() or misfit((_EXPERTS,)):
+    if kernel is None or not current_platform.is_cpu() or find_misfits((_EXPERTS,)):
         yield
         return
     quantised = method.moe_quant_config

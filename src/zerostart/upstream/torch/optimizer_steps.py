@@ -42,7 +42,7 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Stepped:
+class SteppedTensor:
     """Tensor that ``optimizer`` steps, in its parameter group number ``group``."""
 
     optimizer: torch.optim.Optimizer
@@ -62,10 +62,10 @@ class Stepped:
         return len(self.members) == 1 and self.members[0].parameter is self.tensor
 
 
-def plain_steps(optimizer: torch.optim.Optimizer) -> list[Stepped]:
+def plain_steps(optimizer: torch.optim.Optimizer) -> list[SteppedTensor]:
     """List the parameters of an optimizer as stepped tensors."""
     return [
-        Stepped(optimizer, parameter, number, (Member(parameter, 0, parameter.numel()),))
+        SteppedTensor(optimizer, parameter, number, (Member(parameter, 0, parameter.numel()),))
         for number, group in enumerate(optimizer.param_groups)
         for parameter in group["params"]
     ]
@@ -83,7 +83,7 @@ def watch_steps(optimizers: Iterable[torch.optim.Optimizer]) -> bool:
                 "that it wraps"
             )
         if optimizer not in _watched:
-            optimizer.register_step_post_hook(_note_taken)
+            optimizer.register_step_post_hook(_mark_taken)
             _watched.add(optimizer)
     return were_watched
 
@@ -96,7 +96,7 @@ def watch_model(model: nn.Module) -> None:
 @functools.cache
 def _register_hook() -> None:
     # Never removed: a step that iterates over the hooks would fail.
-    register_optimizer_step_post_hook(_look_at)
+    register_optimizer_step_post_hook(_watch_if_ours)
 
 
 _all_steps = RefCountedPatches(lambda _: _register_hook())
@@ -109,27 +109,27 @@ def _adopt(stack: ExitStack) -> None:
 
 #: While it is open, steps of all FSDP2 shards are watched.
 adopted_steps = RefCountedPatches(_adopt)
-_verdicts: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[object, bool]] = weakref.WeakKeyDictionary()
+_is_ours: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[object, bool]] = weakref.WeakKeyDictionary()
 
 
-def _look_at(optimizer: torch.optim.Optimizer, *_: object) -> None:
+def _watch_if_ours(optimizer: torch.optim.Optimizer, *_: object) -> None:
     if _all_steps.is_open and optimizer not in _watched and _concerns(optimizer):
-        _note_taken(optimizer)
+        _mark_taken(optimizer)
 
 
 def _concerns(optimizer: torch.optim.Optimizer) -> bool:
     firsts = [id(group["params"][0]) for group in optimizer.param_groups if group["params"]]
     key = (firsts, len(_all_steps.holders), adopted_steps.is_open)
-    judgement = _verdicts.get(optimizer)
+    judgement = _is_ours.get(optimizer)
     if judgement is None or judgement[0] != key:
         ours = {id(p) for model in _all_steps.holders for p in model.parameters()}
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         judgement = key, any(id(p) in ours or (key[-1] and isinstance(p, DTensor)) for p in parameters)
-        _verdicts[optimizer] = judgement
+        _is_ours[optimizer] = judgement
     return judgement[1]
 
 
-def _note_taken(optimizer: torch.optim.Optimizer, *_: object) -> None:
+def _mark_taken(optimizer: torch.optim.Optimizer, *_: object) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.grad is not None:
