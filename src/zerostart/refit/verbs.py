@@ -128,7 +128,7 @@ def weight_source(
         kind = WeightSource
         if "vllm.distributed.weight_transfer" in sys.modules:
             from zerostart.refit.vllm import register
-            from zerostart.refit.vllm_engine import Source as kind  # vLLM's as well
+            from zerostart.refit.vllm_engine import VLLMSource as kind  # vLLM's as well
 
             register()
     return kind(model, rank, settings)

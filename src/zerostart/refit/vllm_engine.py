@@ -15,7 +15,7 @@ from vllm.distributed.weight_transfer.base import (
     TrainerWeightTransferEngine,
     WeightTransferEngine,
 )
-from vllm.distributed.weight_transfer.base import WeightSource as VLLMSource
+from vllm.distributed.weight_transfer.base import WeightSource as BaseSource
 
 from zerostart.errors import ConfigError
 from zerostart.refit.refitter import Refitter
@@ -54,7 +54,7 @@ class WeightTransfer(WeightTransferEngine):  # type: ignore[misc]  # the base is
         self._worker.leave()
 
 
-class Source(WeightSource, VLLMSource):  # type: ignore[misc]  # the base is untyped
+class VLLMSource(WeightSource, BaseSource):  # type: ignore[misc]  # the base is untyped
     """Weights of a model for any of vLLM's trainer engines."""
 
 
