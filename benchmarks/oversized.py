@@ -123,7 +123,7 @@ def run(argv: list[str]) -> dict[str, Any]:
     engine, zero = CASES[job["case"]]
     torch.set_num_threads(1)
     join_group()
-    resolve_engine(engine, 3, None, Mesh(1)).require()
+    resolve_engine(engine, 3, None, Mesh(1)).import_library()
     config = {} if engine == "fsdp2" else {"zero_optimization": complete(zero, job)}
 
     def layer() -> torch.nn.Module:

@@ -103,7 +103,7 @@ STORAGE = b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x
         (b"\x80\x02Pxyz\n.", "not a storage"),  # PERSID
         (b"\x80\x02K\x01Q.", "not a storage"),
         (b"\x80\x02}]K\x01s.", "list for a key"),
-        (b"\x80\x02" + STORAGE + b"K\x01K\x01s.", "damaged .*'Storage'"),
+        (b"\x80\x02" + STORAGE + b"K\x01K\x01s.", "damaged .*'StorageRecord'"),
         (b"\x80\x02]K\x01\x85b.", "damaged"),
         (b"\x80\x02X\xff\xff\xff\x7fa.", "damaged"),
         (b"\x80\x02\x8a\xff\x01.", "damaged"),

@@ -258,7 +258,7 @@ def test_absent_and_damaged_files_are_named_by_row(folder):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"height": 64}, "media: height and width go together"),
+        ({"height": 64}, "media: height and width belong together"),
         ({"height": 60, "width": 64}, "a size of 60 x 64 does not consist of multiples of multiple_of 16"),
         ({"buckets": [[64, 64], [64, 65]]}, "a size of 64 x 65 does not"),
         ({"buckets": []}, "media.buckets.* at least 1 item"),
@@ -268,7 +268,7 @@ def test_absent_and_damaged_files_are_named_by_row(folder):
         ({"frames": "even", "frame_rate": 8}, "leave one of the two out"),
         ({"columns": {"depth": "d"}}, r"columns\.depth is none of video, image"),
         ({"columns": {"prompt": "d"}}, "'prompt' does not name files"),
-        ({"background": [0, 0, 256]}, "numbers from 0 to 255"),
+        ({"background": [0, 0, 256]}, "has a number above 255"),
         ({"hight": 3}, r"unknown key media\.hight; did you mean media\.height\?"),
     ],
 )

@@ -217,7 +217,7 @@ def test_wan_with_condition_frames():
         timestep = (mask[0][0][:, ::2, ::2] * t * 1000).flatten()[None]
         expected = model(inputs, timestep, embeds[0], return_dict=False)[0]
     torch.testing.assert_close(actual, expected)
-    assert kind.trained(actual, conditions).shape[2] == 2  # DiffSynth's loss leaves the first frame out
+    assert kind.loss_values(actual, conditions).shape[2] == 2  # DiffSynth's loss leaves the first frame out
 
     model = COMPONENTS["wan2.1 vace"].build().eval()
     kind = KINDS["wan"](model.config)
