@@ -26,6 +26,7 @@ from zerostart.transfer.buffers import release_locked
 from zerostart.transfer.collective import TransferStats, agree_on_strategy
 from zerostart.transfer.planning import join
 from zerostart.upstream.torch.optimizer_steps import watch_model
+from zerostart.upstream.torch.tensors import bypass_interception
 
 
 def run(request: Request, then: Callable[[nn.Module], None] | None = None) -> nn.Module:
@@ -101,7 +102,8 @@ class _Load:
         prepared.aliases.follow(model)
         engine.follow_aliases(model, prepared.aliases.entries)
         engine.enable_sequence_parallel(model)
-        engine.preserve_calls(model, library.entries(model))
+        with bypass_interception():
+            engine.preserve_calls(model, library.entries(model))
         library.keep_outputs(model)
         self._offer_masters(request, prepared, destinations, tuning)
         if prepared.from_checkpoint:
@@ -112,7 +114,8 @@ class _Load:
         """Allocate this rank's empty shards."""
         engine, model, dtype = prepared.engine, prepared.built.model, prepared.built.dtype
         names = list(prepared.origins.parameters)
-        with self.clock.phase("build"), self.world.phase("sharding the model"):
+        # Edits of an earlier model that has not run yet are followed, but not in this load.
+        with self.clock.phase("build"), self.world.phase("sharding the model"), bypass_interception():
             placements = engine.placements(model, prepared.parallelism)
             maker = engine.shard_maker(self.world, dtype, prepared.parallelism, placements)
             # In this order: the agreement may change the maker's device.
@@ -138,8 +141,7 @@ class _Load:
             groups = None if strategy is None else strategy.groups
             plan = join(prepared.catalog, requests, tuning.options(), groups)
         with clock.phase("read"), world.phase("reading"):
-            shown = request.progress and world.rank == 0
-            stats = destinations.read(plan, tuning, strategy, shown, world)
+            stats = destinations.read(plan, tuning, strategy, request.progress and world.rank == 0, world)
             if world.rank == 0:
                 # Other ranks check only the files that they opened, to spare the file system.
                 check_unchanged(prepared.catalog)
