@@ -78,7 +78,7 @@ def check_adapters(path: Path, mixture: Path) -> None:
     for stage in (2, 3):
         options: dict[str, Any] = {"engine": "deepspeed", "zero_stage": stage, "progress": False}
         model = zerostart.load(path, tensor_parallel=2, **options)
-        with pytest.raises(ValueError, match="LinearAllreduce.* is not supported"):  # PEFT's own
+        with pytest.raises(ValueError, match=r"LinearAllreduce.* is not supported"):  # PEFT's own
             get_peft_model(model, LoraConfig(target_modules=["o_proj"]))
         model = zerostart.load(mixture, expert_parallel=2, **options)
         with pytest.raises(ConfigError, match="was added to experts of Qwen3MoeForCausalLM"):
