@@ -10,6 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import zerostart
 from tests.identity.parallel import Layout, Training, choose_parts
@@ -174,6 +176,65 @@ def test_adapters_resume_on_other_ranks(
         found.losses, found.norms = first.losses + found.losses, first.norms + found.norms
         wrong = differences(found, wanted)
         assert wrong == [], "\n".join(wrong)
+
+
+class ChangedWeights(TorchDispatchMode):
+    """Counts the experts' weights with adapters added that are in memory at one time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._storages: list[StorageWeakRef] = []
+        self.made, self.most = 0, 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if function is torch.ops.aten.baddbmm.default and result.numel():
+            self._storages.append(StorageWeakRef(result.untyped_storage()))
+            self.made += 1
+            self.most = max(self.most, self.alive())
+        return result
+
+    def alive(self) -> int:
+        return sum(not storage.expired() for storage in self._storages)
+
+
+def count_weights(path: Path, layout: Layout, checkpointing: dict[str, bool] | None) -> tuple[Any, Trace]:
+    """Take a step of a model with adapters; count weights with adapters added."""
+    training, trace, after_forward = Training(path, layout, PARTS), Trace(), list[int]()
+    if checkpointing is not None:
+        training.model.gradient_checkpointing_enable(checkpointing)
+        training.model.enable_input_require_grads()
+    with ChangedWeights() as weights:
+        training.model.register_forward_hook(lambda *_: after_forward.append(weights.alive()))
+        training.step(next(batches(1))[0], trace)
+    training.close()
+    return (weights.made, after_forward, weights.most), trace
+
+
+@pytest.mark.parametrize(
+    ("checkpointing", "times"),
+    [
+        (None, 2),
+        pytest.param({"use_reentrant": False}, 2, marks=pytest.mark.slow),
+        pytest.param({"use_reentrant": True}, 3, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize(
+    "layout",
+    [FSDP2(experts=2), *(pytest.param(Layout(stage=s, experts=2), marks=pytest.mark.slow) for s in (2, 3))],
+    ids=str,
+)
+def test_one_layers_weights_with_adapters_are_in_memory(
+    layout: Layout, checkpointing: dict[str, bool] | None, times: int, folder: Path
+) -> None:
+    layers = 4
+    path = checkpoint("qwen3_moe", folder, num_hidden_layers=layers, mlp_only_layers=[])
+    _, wanted = run_ranks(train_alone, 1, path)[0]
+    for counts, found in run_ranks(count_weights, 2, path, layout, checkpointing):
+        # Two weights of each layer, in each forward and for the backward.
+        assert counts == (2 * layers * times, [0], 2)
+        assert found.losses == pytest.approx(wanted.losses[:1], rel=1e-5)
+        assert found.norms == pytest.approx(wanted.norms[:1], rel=1e-5)
 
 
 def open_adapter(path: Path, adapter: Path, layout: Layout) -> dict[str, torch.Tensor]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -20,6 +21,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from zerostart.geometry.layout import Parallelism
+from zerostart.upstream.torch.tensors import has_saving_hooks
 
 _SHARED = "_zerostart_shared_experts"
 
@@ -229,16 +231,56 @@ def _all_to_all(
 @contextlib.contextmanager
 def local_parameters(module: nn.Module) -> Iterator[None]:
     """Let ``module`` see its local parameters, with the changes of a forward of shared experts."""
-    changes = shared.changes if (shared := shared_experts(module)) else {}
+    changes = dict(shared.changes) if (shared := shared_experts(module)) else {}
     tensors: dict[str, Any] = {}
     for name, parameter in module._parameters.items():
-        local: Any = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        local = _local(parameter)
         if local is not parameter or name in changes:
             tensors[name] = changes[name](local) if name in changes else local
     # As plain attributes, which come first: engines look at the parameters during the forward, too.
     vars(module).update(tensors)
+    # Hooks around the model, such as those of gradient checkpointing, already keep what they need.
+    hooks = None if has_saving_hooks() else _recompute(module, changes, tensors)
     try:
-        yield
+        with hooks or contextlib.nullcontext():
+            yield
     finally:
         for name in tensors:
             del vars(module)[name]
+
+
+def _local(parameter: Any) -> Any:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _recompute(
+    module: nn.Module, changes: Mapping[str, Callable[[torch.Tensor], torch.Tensor]], tensors: dict[str, Any]
+) -> AbstractContextManager[None] | None:
+    """Return hooks that save changed ``tensors`` by name, and make them again in the backward.
+
+    Otherwise autograd would keep a second copy of every layer's experts.
+    """
+    names = {tensors[name].untyped_storage().data_ptr(): name for name in changes if tensors[name].numel()}
+    again: dict[str, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> Any:
+        name = names.get(tensor.untyped_storage().data_ptr())
+        if name is not None:
+            return name, tensor.shape, tensor.stride(), tensor.storage_offset()
+        # Without its node: a node that saves its own result would keep itself.
+        return tensor.detach() if tensor.grad_fn is not None else tensor
+
+    def unpack(saved: Any) -> torch.Tensor:
+        if isinstance(saved, torch.Tensor):
+            return saved
+        name, *place = saved
+        if name not in again:
+            with torch.no_grad():
+                again[name] = changes[name](_local(module._parameters[name]))
+        return again[name].as_strided(*place)
+
+    for name in changes:
+        if tensors[name].requires_grad:
+            # In a backward, its gradient comes after all that needs its values.
+            tensors[name].register_hook(lambda _: again.clear())
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack) if changes else None

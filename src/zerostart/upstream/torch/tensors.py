@@ -42,6 +42,11 @@ _USERS = Use(
     "_storage_Use_Count",
     "whether a view exists of a buffer that is about to be rearranged",
 )
+_SAVING = Use(
+    "torch._C._autograd",
+    "_top_saved_tensors_default_hooks",
+    "hooks on saved tensors are not replaced by those of experts with adapters",
+)
 _TABLES = Use(
     "torch.nn:Module",
     "._parameters, ._buffers, ._non_persistent_buffers_set",
@@ -100,6 +105,16 @@ def storage_users(storage: torch.UntypedStorage) -> int:
 @functools.cache
 def _counts_users() -> bool:
     return not find_misfits((_USERS,))
+
+
+def has_saving_hooks() -> bool:
+    """Return True inside ``saved_tensors_hooks``, and if that is unknown."""
+    return not _shows_hooks() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+@functools.cache
+def _shows_hooks() -> bool:
+    return not find_misfits((_SAVING,))
 
 
 def asks_for_memory(error: Exception) -> bool:
