@@ -127,6 +127,8 @@ def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
         "CUDA_VISIBLE_DEVICES": "",
         "HF_HUB_OFFLINE": "1",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        # Compile the checkout's own code once, as pip does for the packages that it is compared with.
+        "PYTHONDONTWRITEBYTECODE": "",
     }
 
 

@@ -20,6 +20,8 @@ _OF_WEIGHT = re.compile(
     rf"(.*\.)?({'|'.join((*_SCALES, *_HINTS))}|weight_scale_inv|weight_scale_2|weight_zero_point|weight_[gv]"
     r"|qzeros|scales|SCB|g_idx)"
 )
+#: What the names of all of these have in common; most tensors of a checkpoint are none of them.
+_MAY_QUANTISE = re.compile("scale|quant|zero|weight_[gv]|SCB|g_idx|absmax")
 _OF_TENSOR = re.compile(r"(.+?)(_scale|_scale_inv|_zero_point|\.absmax|\.quant_map|\.quant_state\..+)")
 
 
@@ -54,6 +56,8 @@ def dequantise_symbols(catalog: Catalog, targets: Collection[str]) -> Checkpoint
 
 
 def _owner_of(name: str, symbols: Mapping[str, SymbolicTensor]) -> str | None:
+    if not _MAY_QUANTISE.search(name):
+        return None
     if beside := _OF_WEIGHT.fullmatch(name):
         return f"{beside[1] or ''}weight"
     if after := _OF_TENSOR.fullmatch(name):

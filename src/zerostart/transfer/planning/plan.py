@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise, product
 
 import numpy as np
@@ -58,7 +58,7 @@ class Part:
     @property
     def nbytes(self) -> int:
         """Bytes from the first to the last source element."""
-        return (1 + sum((size - 1) * stride for size, stride, _ in self.loops)) * self.dtype.itemsize
+        return _span(self.loops) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,8 +177,10 @@ class PlanOptions:
         return gap <= self.gap_share * run or gap + run <= self.gap_floor
 
 
-#: (file, offset, bytes, part relative to offset, rows, bytes from row to row)
-Segment = tuple[int, int, int, Part, int, int]
+#: Dtype, target, place, loops and directness, as in ``Part``.
+PartFields = tuple[torch.dtype, int, int, tuple[Loop, ...], bool]
+#: (file, offset, bytes, part, rows, bytes from row to row)
+Segment = tuple[int, int, int, PartFields, int, int]
 
 
 def cut_segments(
@@ -194,7 +196,7 @@ def cut_segments(
     width = dtype.itemsize
     # Inner loops whose gaps are read through form one span; each outer step is a span.
     outer, inner = _split_dense(copy.loops, width, options)
-    span = 1 + sum((size - 1) * stride for size, stride, _ in inner)
+    span = _span(inner)
     # The innermost outer loop becomes rows of one read, if a row fits a chunk.
     rows = outer.pop() if outer and span * width <= options.chunk_size else None
     for indices in product(*(range(size) for size, _, _ in outer)):
@@ -205,10 +207,15 @@ def cut_segments(
         ):
             row = loops[1:] if count > 1 else loops
             direct = destination.direct and dtype == destination.dtype and is_one_run(row)
-            part = Part(0, dtype, target, place, loops, direct)
             # A single row has no distance, so it can merge with its neighbours.
             stride = rows[1] * width if rows is not None and count > 1 else 0
-            yield entry.file, entry.offset + first * width, part.nbytes, part, count, stride
+            part = (dtype, target, place, loops, direct)
+            yield entry.file, entry.offset + first * width, _span(loops) * width, part, count, stride
+
+
+def _span(loops: Sequence[Loop]) -> int:
+    """Number of elements from the first to the last source element."""
+    return 1 + sum((size - 1) * stride for size, stride, _ in loops)
 
 
 def _cut_rows(
@@ -246,13 +253,13 @@ def _split_dense(
 def _split_bounded(
     start: int, to: int, loops: tuple[Loop, ...], limit: int
 ) -> Iterator[tuple[int, int, tuple[Loop, ...]]]:
-    span = 1 + sum((size - 1) * stride for size, stride, _ in loops)
+    span = _span(loops)
     if span <= limit or not loops:
         yield start, to, loops
         return
     (size, source, destination), rest = loops[0], loops[1:]
     # Each part of the largest loop has as many steps as fit; if none fits, the loops inside it are cut.
-    below = 1 + sum((n - 1) * stride for n, stride, _ in rest)
+    below = _span(rest)
     steps = max(1, (limit - below) // source + 1) if source and below <= limit else 1
     for first in range(0, size, steps):
         count = min(steps, size - first)
@@ -263,14 +270,14 @@ def _split_bounded(
 def merge_reads(found_segments: Iterable[Segment], options: PlanOptions) -> Iterator[Read]:
     """Merge segments that are close in a file into reads."""
     ordered = sorted(found_segments, key=_sort_key)
-    columns = ((file, at, size, part.direct, rows) for file, at, size, part, rows, _ in ordered)
+    columns = ((file, at, size, part[-1], rows) for file, at, size, part, rows, _ in ordered)
     starts = [*find_starts(columns, options), len(ordered)]
     return (_make_read(ordered[first:stop]) for first, stop in pairwise(starts))
 
 
 def _sort_key(segment: Segment) -> tuple[int, int, int, bool]:
     # A total order, so that reads do not depend on the order of tensors.
-    return (*segment[:3], segment[3].direct)
+    return (*segment[:3], segment[3][-1])
 
 
 def find_starts(columns: Iterable[tuple[int, int, int, bool, int]], options: PlanOptions) -> Iterator[int]:
@@ -301,7 +308,7 @@ def find_starts(columns: Iterable[tuple[int, int, int, bool, int]], options: Pla
 
 
 def _make_read(group: Sequence[Segment]) -> Read:
-    file, begin, _, first, rows, stride = group[0]
+    file, begin, _, (*_, direct), rows, stride = group[0]
     end = max(offset + nbytes for _, offset, nbytes, _, _, _ in group)
-    parts = tuple(replace(part, at=offset - begin) for _, offset, _, part, _, _ in group)
-    return Read(file, begin, end - begin, parts, first.direct, rows, stride)
+    parts = tuple(Part(offset - begin, *part) for _, offset, _, part, _, _ in group)
+    return Read(file, begin, end - begin, parts, direct, rows, stride)
