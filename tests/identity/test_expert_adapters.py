@@ -1,6 +1,7 @@
 """LoRA on experts that ranks share trains as in one process, and is saved in PEFT's format."""
 
 import json
+import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -164,6 +165,7 @@ def assert_one_by_one(experts: Path, fused: Path, kind: str) -> None:
         pytest.param(4, Layout(experts=2), 2, Layout(stage=1, experts=2), marks=pytest.mark.slow),
         pytest.param(2, Layout(stage=2, experts=2), 4, FSDP2(experts=4), marks=pytest.mark.slow),
         pytest.param(4, Layout(stage=2, experts=4), 2, FSDP2(), marks=pytest.mark.slow),
+        pytest.param(4, FSDP2(experts=4), 2, Layout(experts=2), marks=pytest.mark.slow),
     ],
 )
 def test_adapters_resume_on_other_ranks(
@@ -237,6 +239,65 @@ def test_one_layers_weights_with_adapters_are_in_memory(
         assert found.norms == pytest.approx(wanted.norms[:1], rel=1e-5)
 
 
+#: Options of LoRA, next to ``target_parameters`` of experts, and the error; "" for options that work.
+FROM_VALUES = r"init_lora_weights=True or 'gaussian'"
+OPTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"use_rslora": True, "init_lora_weights": False}, ""),
+    ({"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"q_proj": 3}, "init_lora_weights": False}, ""),
+    ({"modules_to_save": ["lm_head"], "init_lora_weights": False, "bias": "lora_only"}, ""),
+    *(({"modules_to_save": [name]}, rf"copy of [\w.]*{name}") for name in ("experts", "mlp", "layers.0")),
+    *(({"init_lora_weights": name}, FROM_VALUES) for name in ("pissa", "olora", "orthogonal")),
+    ({"use_dora": True}, "use_dora"),
+    ({"lora_bias": True}, "lora_bias"),
+]
+
+
+def try_options(path: Path, layout: Layout | None) -> list[tuple[Any, Any]]:
+    """Return adapters and logits for options that work, type and text of the error for others."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    results = []
+    for options, _ in OPTIONS:
+        plain = AutoModelForCausalLM.from_pretrained(path) if layout is None else None
+        loaded: Any = plain or zerostart.load(path, progress=False, **(layout or Layout()).options())
+        names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+        torch.manual_seed(0)
+        try:
+            model = get_peft_model(
+                loaded, LoraConfig(r=4, target_modules=["q_proj"], target_parameters=names, **options)
+            )
+        except (AttributeError, TypeError, ValueError, ConfigError) as error:
+            results.append((type(error), str(error)))
+            continue
+        adapters, logits = adapters_of(model), None
+        if layout is None or layout.engine == "fsdp2" or layout.stage < 3:
+            # Nothing gathers the weights of ZeRO-3 before `initialize`.
+            logits = model(input_ids=next(batches(1))[0]).logits.detach()
+        results.append((adapters, logits))
+    return results
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [FSDP2(experts=2), *(pytest.param(Layout(stage=s, experts=2), marks=pytest.mark.slow) for s in (2, 3))],
+    ids=str,
+)
+def test_options_of_lora_work_or_are_refused(layout: Layout, folder: Path) -> None:
+    path = checkpoint("qwen3_moe", folder)
+    (alone,) = run_ranks(try_options, 1, path, None)
+    for rank in run_ranks(try_options, 2, path, layout, timeout=240):
+        for (options, said), (found, rest), (expected, logits) in zip(OPTIONS, rank, alone, strict=True):
+            if said:
+                assert found in (ConfigError, ValueError), options
+                assert re.search(said, rest), (options, rest)
+                continue
+            assert found.keys() == expected.keys()
+            assert all(torch.equal(found[name], expected[name]) for name in found), options
+            if rest is not None:
+                torch.testing.assert_close(rest, logits, atol=1e-5, rtol=1e-5)
+
+
 def open_adapter(path: Path, adapter: Path, layout: Layout) -> dict[str, torch.Tensor]:
     """Open a saved adapter on shared experts; the other calls are refused."""
     from peft import LoraConfig, PeftModel, get_peft_model
@@ -245,7 +306,6 @@ def open_adapter(path: Path, adapter: Path, layout: Layout) -> dict[str, torch.T
         return zerostart.load(path, progress=False, **layout.options())
 
     for options, said in (
-        ({"target_parameters": ["experts.down_proj"], "use_dora": True}, "use_dora"),
         ({"target_parameters": ["experts.down_proj"], "lora_dropout": 0.1}, "lora_dropout"),
         ({"target_parameters": ["experts.down_proj_bias"]}, "one vector for each expert"),
     ):

@@ -42,7 +42,13 @@ def add_factors(original: Callable[[], object], layer: Any, adapter: str) -> Non
             "share the experts; leave it out of target_parameters, or use expert_parallel=1"
         )
     total = layer.num_experts = sum(shared.counts)
-    original()
+    try:
+        original()
+    except AttributeError as error:  # PEFT reads ``weight`` of layers for some values of init_lora_weights
+        raise ConfigError(
+            f"PEFT makes no adapter of the values of {layer.parameter_name} of {type(experts).__name__}; use "
+            "init_lora_weights=True or 'gaussian'"
+        ) from error
     first, stop = shared.bounds(shared.rank)
     layer.num_experts = stop - first
     for kind, dim in _FACTORS.items():

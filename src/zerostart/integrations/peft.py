@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,12 +31,22 @@ from zerostart.state.editing import master_of, put_elements
 _parts: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
 
 
-def inject_adapter(original: Callable[[], object], model: nn.Module, of_values: bool) -> object:
+def inject_adapter(
+    original: Callable[[], object], model: nn.Module, of_values: bool, copied: Sequence[str]
+) -> object:
     """Replace PEFT's ``inject_adapter``; added parameters are the same on every rank.
 
     Raises ConfigError if an adapter needs values of a weight that FSDP2 shards; ``of_values`` is True if this
-    is known before.
+    is known before. The same for ``copied``, ends of names of modules, if one has experts that ranks share.
     """
+    for name, module in model.named_modules() if copied else ():
+        if name.endswith(tuple(copied)) and any(
+            isinstance(part, FSDPModule) or shared_experts(part) for part in module.modules()
+        ):
+            raise ConfigError(
+                f"modules_to_save would train a copy of {name}, which has shared experts or units of FSDP2; "
+                "name a smaller module, or adapt it with target_modules or target_parameters"
+            )
     # PEFT can read weights at ZeRO-3, which gathers them, but not FSDP2's DTensors.
     of_units = any(isinstance(module, FSDPModule) for module in model.modules())
     refusal = (

@@ -70,8 +70,9 @@ _CUTTING = {"tensor", "tp"}
 _OWN_BEGIN = ("gaussian", "eva", "orthogonal")
 
 
-#: ``around(original, model, of_values)`` for the injection of an adapter, maybe made from weights.
-Injecting = Callable[[Callable[[], object], nn.Module, bool], object]
+#: ``around(original, model, of_values, copied)`` for the injection of an adapter, maybe made from weights, or
+#: with copies of modules whose names have these ends.
+Injecting = Callable[[Callable[[], object], nn.Module, bool, Sequence[str]], object]
 #: ``around(original, layer, name)`` for ``merge`` or ``unmerge`` of a layer.
 Merging = Callable[[Callable[[], object], object, str], object]
 #: ``around(original, model)`` for the creation of a prompt encoder in ``model``.
@@ -151,7 +152,8 @@ class AdapterCalls(RefCountedPatches):
         begins = getattr(config, "init_lora_weights", True)
         of_values = isinstance(begins, str) and begins not in _OWN_BEGIN
         of_norms = bool(getattr(config, "use_dora", False))
-        result = self._injecting(original_call, model, of_values or of_norms)
+        copied = getattr(config, "modules_to_save", None) or ()
+        result = self._injecting(original_call, model, of_values or of_norms, copied)
         kinds = {type(m) for m in model.modules() if isinstance(m, module.BaseTunerLayer)}
         for owner, name in itertools.product((o for k in kinds for o in k.__mro__), ("merge", "unmerge")):
             if name in vars(owner) and (owner, name) not in self._classes:
