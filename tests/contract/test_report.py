@@ -11,9 +11,14 @@ import torch.distributed as dist
 from torch import nn
 
 import zerostart
+from tests.identity.parallel import Layout, Training
+from tests.parity import Trace, batches, checkpoint
 from tests.ranks import run_ranks
 from tests.tiny import TinyCheckpoints, minilm_path
 from zerostart import errors
+from zerostart.distributed.machine import seconds_since_start
+from zerostart.live.model import _first_step
+from zerostart.live.report import Report
 
 ENGINES = ("deepspeed", "fsdp2")
 PHASES = ("plan", "compile", "build", "read")
@@ -38,6 +43,16 @@ def test_report(engine: str, checkpoints: TinyCheckpoints) -> None:
         assert len(text.splitlines()) > 2
         for phase in PHASES:
             assert phase in text
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", pytest.param("deepspeed", marks=pytest.mark.slow)])
+def test_report_has_the_time_of_the_first_step(engine: str, folder: Path) -> None:
+    path = checkpoint("olmo2", folder)
+    for before, after, age in run_ranks(report_of_steps, 2, path, Layout(engine)):
+        assert before.first_step_seconds == 0
+        assert before.start_seconds < after.first_step_seconds < age
+        assert "first optimizer step ended" in str(after)
+        assert "first optimizer step" not in str(before)
 
 
 def test_report_of_a_model_that_was_not_loaded() -> None:
@@ -99,6 +114,18 @@ def report_of_load(
     names += ("start_seconds", "read_bytes", "peak_host_bytes", "peak_device_bytes")
     assert dataclasses.is_dataclass(report)
     return str(report), {name: getattr(report, name) for name in names}
+
+
+def report_of_steps(path: Path, layout: Layout) -> tuple[Report, Report, float]:
+    _first_step.cache_clear()  # other tests of this process have made steps
+    training, trace, (first, second, *_) = Training(path, layout), Trace(), batches(1)
+    before = zerostart.report(training.model)
+    training.step(first[0], trace)
+    after = zerostart.report(training.model)
+    training.step(second[0], trace)
+    assert zerostart.report(training.model) == after
+    training.close()
+    return before, after, seconds_since_start()
 
 
 def load_and_count(path: Path, engine: str) -> tuple[int, dict[str, Any]]:

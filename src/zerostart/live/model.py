@@ -5,13 +5,15 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from zerostart.checkpoint.catalog import Catalog
+from zerostart.distributed.machine import seconds_since_start
 from zerostart.distributed.world import World
 from zerostart.engines import (
     Engine,
@@ -59,6 +61,15 @@ _records: weakref.WeakKeyDictionary[nn.Module, LoadRecord] = weakref.WeakKeyDict
 def remember_load(model: nn.Module, record: LoadRecord) -> None:
     """Keep the record of ``model`` for the model's lifetime."""
     _records[model] = record
+    _first_step()
+
+
+@cache
+def _first_step() -> list[float]:
+    """Return the seconds from the start of the process to the end of its first step, if any."""
+    seconds: list[float] = []
+    register_optimizer_step_post_hook(lambda *_: None if seconds else seconds.append(seconds_since_start()))
+    return seconds
 
 
 def unwrap_loaded(model: nn.Module) -> nn.Module:
@@ -140,6 +151,10 @@ def get_report(model: nn.Module) -> Report:
 
     Raises ConfigError if zerostart loaded no part of it.
     """
+    return replace(_joined_report(model), first_step_seconds=sum(_first_step()))
+
+
+def _joined_report(model: nn.Module) -> Report:
     inner = unwrap_model(model)
     parts = find_loaded_parts(inner)
     if not parts:

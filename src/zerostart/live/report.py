@@ -63,6 +63,8 @@ class Report:
     phases: dict[str, float] = field(default_factory=dict)
     #: Seconds from the start of the process to the load: imports and process groups; 0 if unknown.
     start_seconds: float = 0.0
+    #: Seconds from the start of the process to the end of its first optimizer step; 0 before it.
+    first_step_seconds: float = 0.0
     #: Bytes that this rank read, also for other ranks.
     read_bytes: int = 0
     planned_bytes: int = 0
@@ -94,6 +96,9 @@ class Report:
             + (f" ({self.reading})" if self.reading else ""),
             f"  peak memory: {decimal(self.peak_host_bytes)} on the host" + self._on_the_device(),
         ]
+        if self.first_step_seconds:
+            ended = f"{self.first_step_seconds:.1f} s after the start of the process"
+            lines += [f"  the first optimizer step ended {ended}"]
         lines += [f"  whole parameters {self.tier}"] if self.tier is not None else []
         if self.dequantised:
             lines += [f"  dequantised from {self.dequantised} while the weights were read, to be trained"]
