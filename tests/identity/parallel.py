@@ -174,6 +174,10 @@ def train(path: Path, layout: Layout, second: Layout | None, folder: Path | None
     return trace
 
 
+#: Adapters of experts, and no others.
+ONLY_EXPERTS = "only expert adapters"
+
+
 def choose_parts(model: Any, parts: str) -> Any:
     """Train only "adapters", "expert adapters" (with others), "experts", "dense", or "" for everything."""
     if "adapters" in parts:
@@ -181,7 +185,9 @@ def choose_parts(model: Any, parts: str) -> Any:
 
         torch.manual_seed(0)
         options: dict[str, Any] = {"r": 2, "target_modules": ["q_proj", "v_proj", "q_b_proj", "o_proj"]}
-        if parts == "expert adapters":
+        if parts == ONLY_EXPERTS:
+            options["target_modules"] = []
+        if "expert adapters" in parts:
             options["target_parameters"] = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
         return get_peft_model(model, LoraConfig(**options, init_lora_weights="gaussian"))
     if parts:

@@ -15,11 +15,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zerostart
-from tests.identity.parallel import Layout, Training, choose_parts
+from tests.identity.parallel import ONLY_EXPERTS, Layout, Training, choose_parts
 from tests.identity.test_parallel import MODELS
 from tests.parity import STEPS, Trace, batches, checkpoint, differences, train_in_one_process
 from tests.ranks import run_ranks
-from zerostart.errors import ConfigError
+from zerostart.errors import ConfigError, EngineError
 
 PARTS = "expert adapters"
 #: Number of experts, and Mixtral's names of the projections.
@@ -341,3 +341,33 @@ def test_a_saved_adapter_is_opened_on_shared_experts(layout: Layout, folder: Pat
     for found in run_ranks(open_adapter, 2, path, tmp_path, layout):
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("experts", [2, pytest.param(1, marks=pytest.mark.slow)])
+def test_zero3_needs_a_gradient_before_adapted_experts(experts: int, folder: Path) -> None:
+    path = checkpoint("qwen3_moe", folder)
+    wanted = run_ranks(losses_alone, 1, path)[0]
+    for losses in run_ranks(losses_of_experts, 2, path, Layout(experts=experts)):
+        assert losses == pytest.approx(wanted, abs=1e-5)
+
+
+def losses_alone(path: Path) -> list[float]:
+    from transformers import AutoModelForCausalLM
+
+    def fill(path: Path) -> nn.Module:
+        model: nn.Module = choose_parts(AutoModelForCausalLM.from_pretrained(path), ONLY_EXPERTS)
+        return model
+
+    return train_in_one_process(path, fill).losses
+
+
+def losses_of_experts(path: Path, layout: Layout) -> list[float]:
+    training, trace = Training(path, layout, ONLY_EXPERTS), Trace()
+    tokens = next(batches(1))[0]
+    with pytest.raises(EngineError, match=r"call model.enable_input_require_grads\(\) before"):
+        training.engine(input_ids=tokens, labels=tokens, use_cache=False)
+    training.model.enable_input_require_grads()
+    for batch in batches(1):
+        training.step(batch[0], trace)
+    training.close()
+    return trace.losses

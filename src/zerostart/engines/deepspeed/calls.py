@@ -28,16 +28,16 @@ def keep_calls(model: nn.Module) -> None:
         module.register_forward_pre_hook(guard.before, with_kwargs=True)
     for name, module in model.named_modules():
         if "experts" in name and next(module.parameters(recurse=False), None) is not None:
-            module.register_forward_pre_hook(_check_reached, with_kwargs=True)
+            module.register_forward_hook(_check_reached, with_kwargs=True)
 
 
-def _check_reached(module: nn.Module, args: Arguments, kwargs: Keywords) -> None:
-    """Raise EngineError for trained experts without an input that has a gradient.
+def _check_reached(module: nn.Module, args: Arguments, kwargs: Keywords, output: object) -> None:
+    """Raise EngineError for experts that are trained, or adapted, where no input has a gradient.
 
     ZeRO-3 fails in their backward.
     """
-    trained = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters(recurse=False))
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+    trained = isinstance(output, torch.Tensor) and output.requires_grad
     if trained and not any(value.requires_grad for value in tensors):
         raise EngineError(
             f"{type(module).__name__} is trained, but no layer before it is, which DeepSpeed's ZeRO-3 "
