@@ -58,6 +58,8 @@ CASES = {
             ("deepseek_v3", 2, ZERO2),
             ("qwen3_moe", 2, {**ZERO3, "expert_parallel": 2}),
             ("llama", 2, {**FSDP2, "lora": True}),
+            ("qwen3_moe", 2, {**FSDP2, "expert_parallel": 2, "lora": "experts"}),
+            ("qwen3_moe", 2, {**ZERO3, "expert_parallel": 2, "lora": "experts"}),
         ],
     ),
     "expert parallel": (
@@ -70,6 +72,7 @@ CASES = {
             ("qwen3_moe", 2, {**FSDP2, "tensor_parallel": 2}),
             ("gpt_oss", 2, {**FSDP2, "expert_parallel": 2}),
             ("qwen3_moe", 2, {**ZERO2, "lora": True}),
+            ("qwen3_moe", 4, {**ZERO2, "expert_parallel": 2, "lora": "experts"}),
         ],
     ),
 }

@@ -18,13 +18,18 @@ def shards(model: torch.nn.Module) -> list[torch.Tensor]:
     return tensors
 
 
-def adapted(model: torch.nn.Module) -> torch.nn.Module:
-    """Add equal LoRA adapters on every rank."""
+def adapted(model: torch.nn.Module, experts: bool = False) -> torch.nn.Module:
+    """Add equal LoRA adapters on every rank; with ``experts`` on all experts, too."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(7)
-    targets = ["q_proj", "v_proj", "o_proj"]
-    config = LoraConfig(r=3, lora_alpha=8, target_modules=targets, init_lora_weights=False)
+    config = LoraConfig(
+        r=3,
+        lora_alpha=8,
+        target_modules=["q_proj", "v_proj", "o_proj"],
+        target_parameters=["experts.gate_up_proj", "experts.down_proj"] if experts else None,
+        init_lora_weights=False,
+    )
     peft_model: torch.nn.Module = get_peft_model(model, config)
     return peft_model
 
@@ -32,18 +37,18 @@ def adapted(model: torch.nn.Module) -> torch.nn.Module:
 def push_changed(path: Path, out: Path, address: str, workers: int, options: dict[str, Any]) -> str:
     """Push, change the weights, save them to ``out``, and push again.
 
-    With ``lora`` in ``options`` only adapters change, and are merged.
+    With ``lora`` in ``options`` only adapters change, and are merged; "experts" adapts experts, too.
     """
     options = dict(options)
     lora = options.pop("lora", False)
     model = zerostart.load(path, progress=False, **options)
     if lora:
-        model = adapted(model)
+        model = adapted(model, lora == "experts")
     with zerostart.refit(model, address, workers=workers, timeout=120) as refitter:
         refitter.push()
         for tensor in [p.data for p in model.parameters() if p.requires_grad] if lora else shards(model):
             tensor.mul_(-0.75)
-        zerostart.save(model, out, merge_adapters=lora)
+        zerostart.save(model, out, merge_adapters=bool(lora))
         report = refitter.push()
         assert report.moved_bytes == report.owned_bytes
         assert report.peak_host_bytes < 256 << 20
