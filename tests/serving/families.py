@@ -27,6 +27,12 @@ FAMILIES = {
         "sliding_window": 64,
     },
     "qwen3_moe": {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, **_MOE},
+    "mixtral": {
+        "architectures": ["MixtralForCausalLM"],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 32,
+    },
     "gpt_oss": {
         "architectures": ["GptOssForCausalLM"],
         "num_local_experts": 4,

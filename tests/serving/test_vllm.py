@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import zerostart
 from tests.ranks import run_ranks
 from tests.serving.families import FAMILIES, create_checkpoint
 from tests.serving.tokens import PROMPT, greedy
-from tests.serving.trainers import push_changed
+from tests.serving.trainers import push_changed, save_adapters
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -144,10 +145,10 @@ def engines() -> Iterator[Any]:
 
     processes = []
 
-    def make(path: Path, **options: Any) -> Any:
+    def make(path: Path, dtype: str = "float32", **options: Any) -> Any:
         engine = LLM(
             model=str(path),
-            dtype="float32",
+            dtype=dtype,
             enforce_eager=True,
             max_model_len=64,
             skip_tokenizer_init=True,
@@ -196,6 +197,42 @@ def test_the_engine_generates_like_transformers_from_pushed_weights(
         assert _tokens(engine) == greedy(after, PROMPT, 12) != tokens_before
         assert refitter.push().version == 2
     assert _tokens(engine) == greedy(after, PROMPT, 12)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3"])
+def test_vllm_adds_to_each_expert_what_peft_merges(family: str, engines: Any, tmp_path: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+    from vllm.lora.request import LoRARequest
+
+    path = create_checkpoint(family, tmp_path)
+    run_ranks(save_adapters, 2, path, tmp_path, {**FSDP2, "expert_parallel": 2}, timeout=180)
+    base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    wanted = {name: -tensor for name, tensor in base.state_dict().items()}
+    merged: Any = PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload()
+    for name, tensor in merged.state_dict().items():
+        wanted[name] += tensor
+
+    # vLLM's experts with LoRA need Triton to run, so vLLM's build for CPUs can only load the adapter.
+    engine = engines(path, "bfloat16", enable_lora=True, max_lora_rank=8, lora_dtype=torch.float32)
+    engine.llm_engine.add_lora(LoRARequest("adapter", 1, str(tmp_path / "served")))
+    model = engine.llm_engine.model_executor.driver_worker.model_runner.model
+    actual = {}
+    for path_in_vllm, module in model.named_modules():
+        name = path_in_vllm.replace("block_sparse_moe", "mlp")  # Mixtral's
+        if hasattr(module, "w13_lora_a_stacked"):
+            gate_up = zip(module.w13_lora_b_stacked, module.w13_lora_a_stacked, strict=True)
+            actual[f"{name}.gate_up_proj"] = torch.cat([b[0] @ a[0] for b, a in gate_up], 1)
+            actual[f"{name}.down_proj"] = module.w2_lora_b_stacked[0][0] @ module.w2_lora_a_stacked[0][0]
+        elif name.endswith("o_proj"):
+            actual[f"{name}.weight"] = module.lora_b_stacked[0][0, 0] @ module.lora_a_stacked[0][0, 0]
+    # vLLM has the query and value projections in one layer, unlike PEFT.
+    changed = {name for name, tensor in wanted.items() if tensor.any()}
+    assert actual.keys() == {
+        name for name in changed if not name.endswith(("q_proj.weight", "v_proj.weight"))
+    }
+    for name, tensor in actual.items():
+        torch.testing.assert_close(tensor, wanted[name], atol=1e-6, rtol=1e-5)
 
 
 def _request(address: str, route: str, body: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -53,3 +53,10 @@ def push_changed(path: Path, out: Path, address: str, workers: int, options: dic
         assert report.moved_bytes == report.owned_bytes
         assert report.peak_host_bytes < 256 << 20
         return str(report)
+
+
+def save_adapters(path: Path, out: Path, options: dict[str, Any]) -> None:
+    """Save adapters of attention and experts to ``out``, in both formats."""
+    model = adapted(zerostart.load(path, progress=False, **options), experts=True)
+    zerostart.save(model, out / "adapter", adapters_only=True)
+    zerostart.save(model, out / "served", adapters_only=True, per_expert=True)
