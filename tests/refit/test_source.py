@@ -1,5 +1,6 @@
 """Compare a weight source with the tensors that ``save`` writes."""
 
+import asyncio
 import hashlib
 import traceback
 from pathlib import Path
@@ -54,3 +55,31 @@ def test_a_source_yields_what_a_save_writes(
     assert dict(zero[1]) == dict(one[1]) == saved
     assert [name for name, _ in one[0]] == [name for name, _ in zero[0]]
     assert {bits for _, bits in one[0]} == {None}
+
+
+def _send_by_verl(path: Path, out: Path) -> tuple[dict[str, str], dict[str, str]]:
+    """On one rank: save, and send by verl's base engine and in the chunks of its other engines."""
+    from verl.checkpoint_engine import CheckpointEngineRegistry
+    from verl.checkpoint_engine.base import merge_weight_chunks, split_weight_chunks
+
+    model = adapt(zerostart.load(path, engine="fsdp2", progress=False), "plain")
+    zerostart.save(model, out, merge_adapters=True)
+    source = zerostart.weight_source(model, rank=None)
+    engine = CheckpointEngineRegistry.new("naive", bucket_size=1 << 10)
+    engine.send_weights(source)
+    received = {name: _bits(tensor) for name, tensor in engine.receive_weights()}
+
+    async def merge() -> dict[str, str]:
+        chunks = split_weight_chunks(source, 1 << 10)
+        return {name: _bits(tensor) async for name, tensor in merge_weight_chunks(chunks, 1 << 10)}
+
+    return received, asyncio.run(merge())
+
+
+@pytest.mark.slow
+def test_verls_engines_send_what_a_save_writes(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
+    pytest.importorskip("verl.checkpoint_engine")
+    path = checkpoints("mixtral", torch.bfloat16)
+    for received, merged in run_ranks(_send_by_verl, 2, path, tmp_path / "saved", timeout=240):
+        saved = {name: _bits(tensor) for name, tensor in tensors_in(tmp_path / "saved").items()}
+        assert received == merged == saved
