@@ -1,8 +1,8 @@
-"""Experts on other ranks: tokens travel to the owner of their expert and back.
+"""Experts on other ranks: send tokens to the owners of their experts and back.
 
-Each (token, expert) pair travels to the expert's owner, which runs its experts by the module's own forward.
-The results travel back, are weighted and summed. Autograd follows both all-to-alls. As in GShard (Lepikhin et
-al., 2020, section 3.2), without a capacity: no token is dropped.
+Each (token, expert) pair is sent to the rank that owns the expert, which runs the module's own forward. The
+results are sent back, weighted and summed. Autograd follows both all-to-alls. This is the exchange of GShard
+(Lepikhin et al., 2020, section 3.2) without a capacity limit: no token is dropped.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ _SHARED = "_zerostart_shared_experts"
 class SharedExperts:
     """The experts of one module that the ranks of a group share."""
 
-    #: Number of experts of each rank, and the place of this rank in the group.
+    #: Number of experts of each rank.
     counts: Sequence[int]
+    #: This rank's number in the group.
     rank: int
-    #: Functions that make the tensors of a forward from local parameters, by their names.
+    #: By parameter name: a function from the local parameter to the tensor of the forward (adds adapters).
     changes: dict[str, Callable[[torch.Tensor], torch.Tensor]] = field(default_factory=dict)
 
     def bounds(self, rank: int) -> tuple[int, int]:
-        """Return the number of the first expert of ``rank``, and the number after the last."""
+        """Return the index of the first expert of ``rank``, and the index after its last."""
         first = sum(self.counts[:rank])
         return first, first + self.counts[rank]
 
@@ -48,7 +49,7 @@ def shared_experts(module: nn.Module) -> SharedExperts | None:
 
 
 def expert_modules(model: nn.Module, parallelism: Parallelism) -> dict[nn.Module, dict[str, str]]:
-    """Find the modules with experts, with local and full names of their cut parameters."""
+    """Map each module with experts to the local and full names of its cut parameters."""
     modules: dict[nn.Module, dict[str, str]] = {}
     for prefix, module in model.named_modules():
         own = {
@@ -70,9 +71,10 @@ def exchange_tokens(
 ) -> None:
     """Make ``experts``, with this rank's experts, serve the tokens of all ranks of ``group``.
 
-    ``counts`` is the number of experts of each rank. Ranks that share tensors send each token ``copies``
-    times, and the gradients of experts are divided by that. ``alike`` are the ranks that send the same
-    tokens: they use the results and gradients of the first, since rounding may differ elsewhere.
+    ``counts`` is the number of experts of each rank. Ranks that share tensors send the same tokens. ``alike``
+    is their group: all use the results and gradients of its first rank, since other ranks may round
+    differently. ``copies`` divides the gradients of the experts: the number of such ranks, or 1 if the engine
+    divides.
     """
     module: Any = experts
     own_forward = module.forward
@@ -81,12 +83,12 @@ def exchange_tokens(
     module.num_experts = counts[rank]
     vars(module)[_SHARED] = SharedExperts(counts, rank)
     owner = torch.repeat_interleave(torch.arange(size, device="cpu"), torch.tensor(counts, device="cpu"))
-    # Number of each rank's first expert, to convert expert numbers into the owner's own.
+    # Index of each rank's first expert, to convert expert numbers into the owner's local numbers.
     first = torch.tensor([0, *accumulate(counts)][:size], device="cpu")
 
     @functools.cache
     def owners(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copy once to the device: the host waits for a copy of pageable memory."""
+        """Return both tables on ``device``, copied once: the host waits for a copy of pageable memory."""
         return owner.to(device), first.to(device)
 
     def forward(
@@ -109,28 +111,29 @@ def _serve(
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
 ) -> torch.Tensor:
-    """``hidden_states`` [tokens, hidden] through the chosen experts ``top_k_index`` [tokens, k], weighted."""
+    """Run ``hidden_states`` [tokens, hidden] through the experts ``top_k_index`` [tokens, k], weighted."""
     device, chosen = hidden_states.device, top_k_index.reshape(-1)
     owner, first = owners
-    order = torch.argsort(chosen, stable=True)  # Experts are numbered rank by rank: this sorts by owner, too.
+    order = torch.argsort(chosen, stable=True)  # by expert, and so by owner
     pairs = chosen[order]
     to = owner[pairs]
     # Not ``bincount``: the host would wait for the size of its result.
     send = torch.zeros_like(first).scatter_add_(0, to, torch.ones_like(to))
     receive = torch.empty_like(send)
-    # Counts first, so that each rank can allocate room.
+    # Exchange the counts first, so that each rank can allocate its buffers.
     dist.all_to_all_single(receive, send, group=group)
-    outgoing, incoming = torch.stack([send, receive]).tolist()  # The one time that the host waits.
+    outgoing, incoming = torch.stack([send, receive]).tolist()  # the only wait of the host
     travel: Callable[..., torch.Tensor] = _AllToAll.apply
     same: Callable[..., torch.Tensor] = _Same.apply
-    # Pair number p is of token p // k.
+    # Pair p belongs to token p // k.
     rows = hidden_states[order // top_k_index.shape[-1]]
-    # Forward unchanged (all of ``alike`` send the same), backward with the first rank's gradient.
+    # The forward changes nothing, since all of ``alike`` send the same. The backward uses the gradient of the
+    # first rank.
     tokens = travel(same(rows, None, alike), outgoing, incoming, group)
     numbers = pairs.new_empty(sum(incoming))
-    # Local number of the expert for each row; it needs no gradient, and so no node.
+    # Local expert number of each row; it has no gradient, so plain torch.distributed is enough.
     dist.all_to_all_single(numbers, pairs - first[to], incoming, outgoing, group=group)
-    # Back with the first rank's results; gradients unchanged.
+    # The forward uses the first rank's results; the backward changes nothing.
     results: torch.Tensor = same(travel(run(tokens, numbers), incoming, outgoing, group), alike, None)
     back = torch.empty_like(order)
     # The inverse permutation: from the order of owners to that of tokens.
@@ -144,8 +147,8 @@ def _run(
     own_forward: Callable[..., torch.Tensor], tokens: torch.Tensor, numbers: torch.Tensor
 ) -> torch.Tensor:
     if not len(tokens):
-        # Use a row of zeros and drop its result: unreached parameters get a gradient of zero, and their
-        # owners can join in its reduction.
+        # No token came: run a row of zeros and drop its result. Parameters then get a gradient of zero, and
+        # this rank takes part in the reduction of gradients.
         tokens, numbers = tokens.sum(dim=0, keepdim=True), numbers.new_zeros(1)
         return _run(own_forward, tokens, numbers)[:0]
     weights = torch.ones((len(tokens), 1), dtype=tokens.dtype, device=tokens.device)
@@ -156,6 +159,7 @@ def _run(
 def _dividing(
     own_forward: Callable[..., torch.Tensor], copies: int
 ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Divide the gradients of the experts' weights by ``copies``; leave those of the tokens as they are."""
     scaled: Callable[..., torch.Tensor] = _Scaled.apply
 
     def run(tokens: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
@@ -166,6 +170,8 @@ def _dividing(
 
 
 class _Scaled(torch.autograd.Function):
+    """Return the rows unchanged, and multiply their gradient by ``factor``."""
+
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, factor: float) -> torch.Tensor:
         ctx.factor = factor
@@ -177,9 +183,9 @@ class _Scaled(torch.autograd.Function):
 
 
 class _Same(torch.autograd.Function):
-    """Rows of the first rank of ``values``, with the gradient of the first of ``gradients``.
+    """Use the first rank's rows in the forward, and the first rank's gradient in the backward.
 
-    None keeps the rank's own.
+    ``values`` and ``gradients`` are the groups; None instead of a group keeps the rank's own.
     """
 
     @staticmethod
@@ -206,7 +212,7 @@ def _of_first(rows: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tens
 
 
 class _AllToAll(torch.autograd.Function):
-    """Send ``send[r]`` rows to rank r of a group; gradients travel back."""
+    """Send ``send[r]`` rows to rank r of a group; the backward returns their gradients."""
 
     @staticmethod
     def forward(
@@ -230,16 +236,16 @@ def _all_to_all(
 
 @contextlib.contextmanager
 def local_parameters(module: nn.Module) -> Iterator[None]:
-    """Let ``module`` see its local parameters, with the changes of a forward of shared experts."""
+    """Let ``module`` see local tensors instead of DTensors inside the block, adapters added."""
     changes = dict(shared.changes) if (shared := shared_experts(module)) else {}
     tensors: dict[str, Any] = {}
     for name, parameter in module._parameters.items():
         local = _local(parameter)
         if local is not parameter or name in changes:
             tensors[name] = changes[name](local) if name in changes else local
-    # As plain attributes, which come first: engines look at the parameters during the forward, too.
+    # Python finds plain attributes before parameters. Engines need the parameters unchanged in the forward.
     vars(module).update(tensors)
-    # Hooks around the model, such as those of gradient checkpointing, already keep what they need.
+    # Hooks from outside, such as gradient checkpointing's, already decide what the backward keeps.
     hooks = None if has_saving_hooks() else _recompute(module, changes, tensors)
     try:
         with hooks or contextlib.nullcontext():
@@ -256,7 +262,7 @@ def _local(parameter: Any) -> Any:
 def _recompute(
     module: nn.Module, changes: Mapping[str, Callable[[torch.Tensor], torch.Tensor]], tensors: dict[str, Any]
 ) -> AbstractContextManager[None] | None:
-    """Return hooks that save changed ``tensors`` by name, and make them again in the backward.
+    """Return hooks that save the name of a changed tensor, and compute it again in the backward.
 
     Otherwise autograd would keep a second copy of every layer's experts.
     """
@@ -267,7 +273,7 @@ def _recompute(
         name = names.get(tensor.untyped_storage().data_ptr())
         if name is not None:
             return name, tensor.shape, tensor.stride(), tensor.storage_offset()
-        # Without its node: a node that saves its own result would keep itself.
+        # Detach it: a graph node that saves its own result would keep itself alive.
         return tensor.detach() if tensor.grad_fn is not None else tensor
 
     def unpack(saved: Any) -> torch.Tensor:
@@ -281,6 +287,6 @@ def _recompute(
 
     for name in changes:
         if tensors[name].requires_grad:
-            # In a backward, its gradient comes after all that needs its values.
+            # A gradient is complete only after the last use of its tensor: free the copies then.
             tensors[name].register_hook(lambda _: again.clear())
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack) if changes else None

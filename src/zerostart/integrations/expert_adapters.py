@@ -1,7 +1,7 @@
-"""LoRA on experts that ranks share: each rank has the factors of its own experts.
+"""Add LoRA to experts that ranks share: each rank holds the factors of its own experts.
 
-PEFT's layer around a parameter of experts has two factors for all experts together: A [experts * rank, in]
-and B [out, rank * experts].
+PEFT wraps a parameter of stacked experts in a layer with two factors for all experts together, A
+[experts * r, in] and B [out, r * experts]. ``r`` is the rank of the LoRA; other ranks are processes.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from zerostart.geometry.layout import Ranges
 from zerostart.live.model import get_record, remember_load
 from zerostart.upstream.torch.tensors import wrap_local
 
-#: The attributes with the factors, and the dimension of each factor that has the experts.
+#: PEFT's attributes for the two factors, and the dimension of each that stacks the experts.
 _FACTORS = {"lora_A": 0, "lora_B": 1}
 
 
 def add_factors(original: Callable[[], object], layer: Any, adapter: str) -> None:
-    """Replace ``ParamWrapper.update_layer``: keep this rank's slices of what PEFT draws for all experts."""
+    """Replace ``ParamWrapper.update_layer``: draw factors for all experts, keep this rank's slices."""
     experts = layer.get_base_layer()
     shared = shared_experts(experts)
     if shared is None:
@@ -46,14 +46,14 @@ def add_factors(original: Callable[[], object], layer: Any, adapter: str) -> Non
         original()
     except AttributeError as error:  # PEFT reads ``weight`` of layers for some values of init_lora_weights
         raise ConfigError(
-            f"PEFT makes no adapter of the values of {layer.parameter_name} of {type(experts).__name__}; use "
+            f"PEFT cannot initialise an adapter from {layer.parameter_name} of {type(experts).__name__}; use "
             "init_lora_weights=True or 'gaussian'"
         ) from error
     first, stop = shared.bounds(shared.rank)
     layer.num_experts = stop - first
     for kind, dim in _FACTORS.items():
         linear = getattr(layer, kind)[adapter]
-        # Experts are the outer part of the rows of A, and the inner part of the columns of B.
+        # The rows of A are ordered (expert, r), the columns of B (r, expert).
         split = linear.weight.data.unflatten(dim, (-1, total) if dim else (total, -1))
         own = split.narrow(2 * dim, first, stop - first).flatten(dim, dim + 1)
         linear.weight = nn.Parameter(own.clone(), requires_grad=linear.weight.requires_grad)
@@ -61,23 +61,24 @@ def add_factors(original: Callable[[], object], layer: Any, adapter: str) -> Non
 
 
 def adopt_factors(part: nn.Module, before: Collection[int]) -> list[nn.Parameter]:
-    """Make new factors of the loaded ``part`` its engine's experts; return them. Collective.
+    """Let the engine of the loaded ``part`` train new factors as expert weights; collective.
 
-    Raises ConfigError for other parameters that were added to shared experts.
+    ``before`` has the ids of the older parameters. Returns the new factors. Raises ConfigError for other
+    parameters that were added to shared experts.
     """
     record = get_record(part)
     adopted: list[nn.Parameter] = []
     cuts: dict[str, Ranges] = {}
     shapes: dict[str, tuple[int, ...]] = {}
-    owners = {name.rpartition(".")[0] + "." for name in record.parallelism.experts.cuts}
-    size = record.engine.mesh.tensor_parallel
+    prefixes = {name.rpartition(".")[0] + "." for name in record.parallelism.experts.cuts}
+    tensor_parallel = record.engine.mesh.tensor_parallel
     with current_world().collectives("sharing adapters of experts"):
         for path, linear, layer, dim in list(_find_factors(part)):
             if id(linear.weight) in before:
                 continue
-            if linear.weight.is_meta or size > 1:
-                remedy = "tensor_parallel=1" if size > 1 else "low_cpu_mem_usage=False"
-                raise ConfigError(f"{path} is an adapter of experts that ranks share; use {remedy}")
+            if linear.weight.is_meta or tensor_parallel > 1:
+                remedy = "tensor_parallel=1" if tensor_parallel > 1 else "low_cpu_mem_usage=False"
+                raise ConfigError(f"{path} cannot adapt experts that ranks share; use {remedy}")
             name, shared = plain_name(f"{path}.weight"), shared_experts(layer.get_base_layer())
             assert shared is not None, "checked before"
             cut, shape = cuts[name], shapes[name] = _cut(linear.weight, shared, dim)
@@ -88,7 +89,7 @@ def adopt_factors(part: nn.Module, before: Collection[int]) -> list[nn.Parameter
             adopted.append(linear.weight)
     known = {*before, *map(id, adopted)}
     for name, parameter in part.named_parameters():
-        if id(parameter) not in known and any(plain_name(name).startswith(owner) for owner in owners):
+        if id(parameter) not in known and any(plain_name(name).startswith(prefix) for prefix in prefixes):
             raise ConfigError(
                 f"{name} was added to experts of {type(part).__name__}, which are sharded (expert_parallel="
                 f"{record.engine.mesh.expert_parallel}); only LoRA with target_parameters can adapt them"
@@ -99,7 +100,7 @@ def adopt_factors(part: nn.Module, before: Collection[int]) -> list[nn.Parameter
 
 
 def _find_factors(part: nn.Module) -> Iterator[tuple[str, Any, Any, int]]:
-    """Yield path, module, layer and dimension of the factors of shared experts."""
+    """Yield each factor of shared experts: path, module, PEFT layer and dimension that stacks experts."""
     for prefix, layer in part.named_modules():
         if hasattr(layer, "parameter_name") and shared_experts(layer.get_base_layer()) is not None:
             for kind, dim in _FACTORS.items():
@@ -108,14 +109,14 @@ def _find_factors(part: nn.Module) -> Iterator[tuple[str, Any, Any, int]]:
 
 
 def _cut(factor: torch.Tensor, shared: SharedExperts, dim: int) -> tuple[Ranges, tuple[int, ...]]:
-    """Return how ranks share the factor of all experts, and its shape."""
+    """Return the ranges of each rank in the factor of all experts, and the shape of that factor."""
     total, shape = sum(shared.counts), list(factor.shape)
-    rank = shape[dim] // shared.counts[shared.rank]
-    shape[dim] = rank * total
+    r = shape[dim] // shared.counts[shared.rank]
+    shape[dim] = r * total
     bounds = [shared.bounds(number) for number in range(len(shared.counts))]
     if dim == 0:
-        return Ranges(0, tuple(((first * rank, stop * rank),) for first, stop in bounds)), tuple(shape)
-    ranges = (tuple((i * total + first, i * total + stop) for i in range(rank)) for first, stop in bounds)
+        return Ranges(0, tuple(((first * r, stop * r),) for first, stop in bounds)), tuple(shape)
+    ranges = (tuple((i * total + first, i * total + stop) for i in range(r)) for first, stop in bounds)
     return Ranges(1, tuple(ranges)), tuple(shape)
 
 
@@ -128,7 +129,7 @@ def _slice_loaded(
     prefix: str,
     *_: Any,
 ) -> None:
-    """Replace the loaded factor of all experts by this rank's slices, in the form of the parameter."""
+    """Replace the loaded factor of all experts by this rank's slices, as a DTensor if needed."""
     whole, current = state.get(f"{prefix}weight"), linear.weight
     if whole is None or isinstance(whole, DTensor) or tuple(whole.shape) != shape:
         return
@@ -139,9 +140,10 @@ def _slice_loaded(
 
 
 def activate_factors(layer: Any, adapters: Sequence[str]) -> AbstractContextManager[None] | None:
-    """Replace ``ParamWrapper._activate_lora`` of experts that ranks share; None for other layers.
+    """Replace ``ParamWrapper._activate_lora`` for shared experts; return None for other layers.
 
-    The experts' weights are gathered only in the experts' own call: the adapters are added there.
+    The experts' own forward adds the adapters inside the returned context. PEFT would add them earlier, when
+    the engine has not gathered the weights.
     """
     shared = shared_experts(layer.get_base_layer())
     return None if shared is None else _changing(shared, layer, adapters)
@@ -160,7 +162,7 @@ def _add_adapters(layer: Any, adapters: Sequence[str], weight: torch.Tensor) -> 
     for adapter in adapters:
         with local_parameters(layer.lora_A[adapter]), local_parameters(layer.lora_B[adapter]):
             lhs, rhs, scaling = layer.get_delta_factors(adapter)
-            # As PEFT does: the product is in the dtype of the weight.
+            # Like PEFT, compute the product in the dtype of the weight.
             with torch.autocast(weight.device.type, enabled=False):
                 weight = torch.baddbmm(weight, lhs, rhs, alpha=scaling)
     return weight

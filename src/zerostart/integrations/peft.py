@@ -27,33 +27,34 @@ from zerostart.live.model import (
 )
 from zerostart.state.editing import master_of, put_elements
 
-#: For each layer with adapters: the loaded model around it.
+#: The loaded model that contains each layer with adapters.
 _parts: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
 
 
 def inject_adapter(
     original: Callable[[], object], model: nn.Module, of_values: bool, copied: Sequence[str]
 ) -> object:
-    """Replace PEFT's ``inject_adapter``; added parameters are the same on every rank.
+    """Replace PEFT's ``inject_adapter``, and make added parameters equal on every rank.
 
-    Raises ConfigError if an adapter needs values of a weight that FSDP2 shards; ``of_values`` is True if this
-    is known before. The same for ``copied``, ends of names of modules, if one has experts that ranks share.
+    ``of_values`` is True if the adapter is known to be computed from weights. ``copied`` is the adapter's
+    ``modules_to_save``, suffixes of module names. Raises ConfigError if FSDP2 shards weights that an adapter
+    is computed from, or if a copied module has shared experts or FSDP2 units.
     """
     for name, module in model.named_modules() if copied else ():
         if name.endswith(tuple(copied)) and any(
             isinstance(part, FSDPModule) or shared_experts(part) for part in module.modules()
         ):
             raise ConfigError(
-                f"modules_to_save would train a copy of {name}, which has shared experts or units of FSDP2; "
+                f"modules_to_save would train a copy of {name}, which has shared experts or FSDP2 units; "
                 "name a smaller module, or adapt it with target_modules or target_parameters"
             )
     # PEFT can read weights at ZeRO-3, which gathers them, but not FSDP2's DTensors.
-    of_units = any(isinstance(module, FSDPModule) for module in model.modules())
+    has_units = any(isinstance(module, FSDPModule) for module in model.modules())
     refusal = (
-        f"this adapter is made of values of the weights of {type(model).__name__}, which FSDP2 has in "
-        "shards; use init_lora_weights=True or 'gaussian' without use_dora, or DeepSpeed ZeRO-3"
+        f"this adapter is computed from weights of {type(model).__name__}, which FSDP2 shards; use "
+        "init_lora_weights=True or 'gaussian' without use_dora, or DeepSpeed ZeRO-3"
     )
-    if of_values and of_units:
+    if of_values and has_units:
         raise ConfigError(refusal)
     # `model` may be a part of a loaded model, such as a language model or a layer.
     loaded = list(find_loaded_models(model)) or list(find_surrounding_loads(model))
@@ -62,7 +63,7 @@ def inject_adapter(
     try:
         result = original()
     except RuntimeError as error:
-        if of_units and "DTensor" in str(error):  # torch cannot mix DTensors with plain tensors
+        if has_units and "DTensor" in str(error):  # torch cannot mix DTensors with plain tensors
             raise ConfigError(refusal) from error
         raise
     for part, before in parts:
@@ -77,7 +78,7 @@ def inject_adapter(
 
 
 def add_prompt_encoder(original: Callable[[], object], model: nn.Module) -> object:
-    """Replace PEFT's ``_setup_prompt_encoder``: added parameters are the same on every rank."""
+    """Replace PEFT's ``_setup_prompt_encoder``, and make added parameters equal on every rank."""
     parts, before = list(find_loaded_models(model)), {id(p) for p in model.parameters()}
     result = original()
     added = [p for p in model.parameters() if id(p) not in before]
@@ -94,12 +95,12 @@ def merge_adapter(original: Callable[[], object], layer: Any, action: str) -> ob
     world = current_world()
     for unit in _home(layer).modules():
         if isinstance(unit, FSDPModule):
-            unit.reshard()  # changes to weights that a forward left gathered would be lost
+            unit.reshard()  # a forward may leave gathered copies: changes to these would be lost
     shards = find_shards(layer, world)
     parameters = [layer.get_parameter(name) for name in shards]
     if hasattr(layer, "num_experts") and shared_experts(layer.get_base_layer()) is not None:
         raise ConfigError(
-            f"{action} of an adapter of experts that ranks share is not available; use "
+            f"cannot {action} an adapter of experts that ranks share; use "
             "zerostart.save(model, path, merge_adapters=True)"
         )
     if not shards or any(e.is_gathered(p) for e in engine_families() for p in parameters):
@@ -108,15 +109,16 @@ def merge_adapter(original: Callable[[], object], layer: Any, action: str) -> ob
 
 
 def unmerge_adapter(layer: Any) -> None:
-    """Unmerge before a layer is disabled: PEFT would do so in the next forward.
+    """Unmerge a layer before it is disabled; collective if the layer is sharded.
 
-    There the engine already gathers weights. Collective if the layer is sharded.
+    PEFT would unmerge in the next forward, when the engine has already gathered the weights.
     """
     if layer.merged and (_home(layer) is not layer):
         layer.unmerge()
 
 
 def _home(layer: nn.Module) -> nn.Module:
+    """Return the loaded model that contains ``layer``, or ``layer`` itself."""
     part = _parts[layer]() if layer in _parts else None
     return layer if part is None else part
 
@@ -126,7 +128,7 @@ def _run_whole(
 ) -> object:
     with current_world().phase(f"{action} of an adapter"):
         # Replace shards by whole weights, run PEFT's arithmetic on every rank, then write the rank's elements
-        # into shards and masters. Each step is collective.
+        # into its shards and fp32 masters. Each step is collective.
         originals = {name: layer.get_parameter(name) for name in shards}
         try:
             for name, shard in shards.items():
@@ -154,7 +156,7 @@ def _replace(layer: nn.Module, name: str, parameter: nn.Parameter) -> None:
 
 
 def _write(shard: Shard, parameter: nn.Parameter, whole: torch.Tensor) -> None:
-    """Write this rank's elements of ``whole`` into the shard and its master."""
+    """Write this rank's elements of ``whole`` into the shard and its fp32 master."""
     flat = whole.reshape(-1)
     with torch.no_grad(), master_of(parameter) as master:
         for first, length, place in shard.layout.runs():
@@ -171,7 +173,7 @@ def read_adapter_state(original: Callable[..., Any], model: nn.Module, *args: An
     if arguments.get("state_dict") is not None:
         return original(model, *args, **kwargs)
     shards = LiveModel(model, world).sharded
-    # PEFT selects and renames tensors. It gets meta tensors, which are identified by id afterwards.
+    # PEFT selects and renames tensors. Give it meta tensors, and recognise them in its result by their ids.
     twins: dict[str, torch.Tensor] = {}
     by_twin: dict[int, Shard] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -188,20 +190,20 @@ def read_adapter_state(original: Callable[..., Any], model: nn.Module, *args: An
     computed = next((name for name, t in chosen.items() if t.is_meta and name not in selected), None)
     if computed is not None:
         raise ConfigError(
-            f"PEFT computes {computed} of an adapter that is in shards here; pass it state_dict= with whole "
+            f"PEFT computes {computed} from tensors that are sharded here; pass it state_dict= with whole "
             "tensors under the names of model.state_dict() (zerostart.full_tensors has them)"
         )
     # A rank that calls this without the others would hang in the first gather.
-    barrier(f"get_peft_model_state_dict of a {type(model).__name__} in shards")
-    with world.phase("putting an adapter together"):
+    barrier(f"get_peft_model_state_dict of a sharded {type(model).__name__}")
+    with world.phase("gathering an adapter"):
         return {name: _whole(selected[name]) if name in selected else chosen[name] for name in chosen}
 
 
 @contextlib.contextmanager
 def show_whole_shapes(transformer: nn.Module, lora: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Let ``transformer`` show the shapes of its whole weights inside the block.
+    """Let sharded weights of ``transformer`` show their whole shapes inside the block.
 
-    The weights have no values there. Raises ConfigError if ``lora`` would change them.
+    They have no values there. Raises ConfigError if ``lora`` would change them.
     """
     shards = find_shards(transformer, current_world())
     if not shards:
@@ -237,6 +239,6 @@ def _check_lora(model: nn.Module, shards: Mapping[str, Shard], lora: Mapping[str
 
 def _refusal(model: nn.Module, change: str) -> str:
     return (
-        f"this LoRA {change}: it changes weights of {type(model).__name__}, which are in shards, and is not "
-        "loaded; load the pipeline whole (placement='replicate'), or a LoRA that adds layers only"
+        f"this LoRA {change}; it is not loaded, since weights of {type(model).__name__} are sharded and "
+        "cannot be replaced. Load the pipeline whole (placement='replicate'), or a LoRA that only adds layers"
     )

@@ -36,7 +36,7 @@ class LoadRecord:
     """Source, recipes and engine of one load; holds none of the model's tensors."""
 
     catalog: Catalog
-    #: Recipes of parameters and buffers by their first names; without those that were initialised.
+    #: Recipes of the parameters and buffers that were read. A tied tensor has its first name.
     recipes: Mapping[str, Recipe]
     engine: Engine
     parallelism: Parallelism
@@ -49,9 +49,9 @@ class LoadRecord:
         return self.engine.shards_of(model, self.parallelism, self.report.rank)
 
 
-#: Report fields that add up over successive loads; each peak starts where the last load ended.
+#: Report fields that add up over successive loads; each peak is above the level where the last load ended.
 _SUMMED = ("read_bytes", "planned_bytes", "exchanged_bytes", "peak_host_bytes", "peak_device_bytes")
-#: Report fields that are joined if loads differ.
+#: Report fields that are combined: if loads differ, text is joined and other values become None.
 _SHARED = ("reading", "engine", "engine_reason", "tier")
 #: Packages with modules that wrap models.
 _WRAPPERS = ("torch", "deepspeed", "accelerate", "peft")
@@ -66,7 +66,10 @@ def remember_load(model: nn.Module, record: LoadRecord) -> None:
 
 @cache
 def _first_step() -> list[float]:
-    """Return the seconds from the start of the process to the end of its first step, if any."""
+    """Register a hook once; return its list: seconds from process start to the end of the first step.
+
+    The list is empty before that.
+    """
     seconds: list[float] = []
     register_optimizer_step_post_hook(lambda *_: None if seconds else seconds.append(seconds_since_start()))
     return seconds
@@ -75,7 +78,7 @@ def _first_step() -> list[float]:
 def unwrap_loaded(model: nn.Module) -> nn.Module:
     """Return the loaded model inside wrappers of engines, torch.compile and PEFT, or ``model`` itself."""
     inner: nn.Module | None = model
-    # A loaded model may itself look like a wrapper.
+    # Stop at a loaded model, even if it looks like a wrapper.
     while inner is not None and inner not in _records:
         inner = inner_module(inner)
     return model if inner is None else inner
@@ -84,7 +87,7 @@ def unwrap_loaded(model: nn.Module) -> nn.Module:
 def unwrap_model(model: nn.Module) -> nn.Module:
     """Return the model inside the wrappers of libraries, loaded by zerostart or not."""
     inner = unwrap_loaded(model)
-    # Only classes of libraries: a script's class with a child ``module`` is a model.
+    # Only library classes are wrappers: a script's own class may be a model with a child named ``module``.
     while inner not in _records and _library(inner) in _WRAPPERS:
         inside = inner_module(inner)
         if inside is None:
@@ -128,7 +131,7 @@ def get_record(model: nn.Module) -> LoadRecord:
     record = _records.get(unwrap_loaded(model))
     if record is None:
         raise ConfigError(
-            f"this {type(model).__name__} was not loaded by zerostart, so there is no report of its load"
+            f"this {type(model).__name__} was not loaded by zerostart; use zerostart.load or zerostart.enable"
         )
     return record
 
@@ -158,7 +161,7 @@ def _joined_report(model: nn.Module) -> Report:
     inner = unwrap_model(model)
     parts = find_loaded_parts(inner)
     if not parts:
-        return get_record(inner).report  # which raises
+        return get_record(inner).report  # raises ConfigError
     if len(parts) == 1 and not parts[0][0]:
         return parts[0][2].report
     reports = [(prefix, record.report) for prefix, _, record in parts]
@@ -189,7 +192,7 @@ def _common(values: Iterable[object]) -> object:
     return ", ".join(map(str, distinct)) if isinstance(distinct[0], str) else None
 
 
-#: Packages with wrappers that add no parameters, unlike PEFT's.
+#: Packages whose wrappers add no parameters; PEFT's do.
 _AROUND = ("torch", "deepspeed", "accelerate")
 
 
@@ -197,15 +200,16 @@ _AROUND = ("torch", "deepspeed", "accelerate")
 class LogicalTensor:
     """A parameter or persistent buffer of a live model, with this rank's shard."""
 
-    #: Name under which it was loaded.
+    #: Name in the unsharded model, without wrappers.
     name: str
-    #: Name in the current model, with its wrappers.
+    #: Name in the current model, with wrappers.
     current_name: str
     shard: Shard
     is_parameter: bool
     #: True if it takes gradients.
     trained: bool
-    #: Returns the values to save instead of some elements; takes the index of the first in the storage.
+    #: Function that replaces elements on the way to a file. It takes the index of the first one in the
+    #: storage, and the elements.
     change: Callable[[int, torch.Tensor], torch.Tensor] | None = None
 
 
@@ -218,15 +222,15 @@ def find_shards(module: nn.Module, world: World) -> dict[str, Shard]:
 
 
 class LiveModel:
-    """Current tensors of a model, ties once, with this rank's shard of each.
+    """Current tensors of a model, tied ones once, with this rank's shard of each.
 
     ``wrapper`` is the model that was passed, ``module`` the model inside all wrappers, and ``record`` the
-    record of its load, None if zerostart did not load it. Valid until a forward, step or load replaces
-    parameters.
+    record of its load, None if zerostart did not load it. The first name of a tied tensor is its first in the
+    model's order. Valid until a forward, step or load replaces parameters.
     """
 
     def __init__(self, model: nn.Module, world: World) -> None:
-        """``model`` may be inner_module by an engine, torch, accelerate or PEFT."""
+        """``model`` may be wrapped by an engine, torch, accelerate or PEFT."""
         # A forward may have left other parameter objects in the model.
         for engine in engine_families():
             engine.reshard_units(model)
@@ -234,6 +238,7 @@ class LiveModel:
         self.module = unwrap_model(model)
         self.record: LoadRecord | None = find_record(self.module)
         self.wrapper = model
+        # The outermost module that has all parameters, PEFT's adapters included.
         self._outer = model
         while _library(self._outer) in _AROUND:
             if (inner := inner_module(self._outer)) is None:
@@ -246,7 +251,7 @@ class LiveModel:
         outer, parts = self._outer, find_loaded_parts(self._outer)
         named = dict(outer.named_parameters(remove_duplicate=False))
         loaded = {id(p) for _, part, _ in parts for p in part.parameters()}
-        # Searching the whole model is slow: only for parameters of no load, such as added adapters.
+        # Searching the whole model is slow. Only parameters that no load made, such as adapters, need it.
         added = any(id(p) not in loaded for p in named.values())
         shards = find_shards(outer, self.world) if added else {}
         # Experts and slices look like whole tensors: only the record knows them.
@@ -263,8 +268,8 @@ class LiveModel:
             return shard
         if any(engine.has_own_values(parameter) for engine in engine_families()):
             raise EngineError(
-                f"{name} belongs to an expert of DeepSpeed's MoE, and other ranks have other experts "
-                "of that name, so it cannot be saved as one tensor; use DeepSpeed's save_checkpoint"
+                f"{name} belongs to an expert of DeepSpeed's MoE. Other ranks have different experts under "
+                "that name, so it cannot be saved as one tensor; use DeepSpeed's save_checkpoint"
             )
         return whole_shard(name, parameter, self.world)
 
@@ -276,11 +281,11 @@ class LiveModel:
             shards[name] = whole_shard(name, buffer, self.world)
         return shards
 
-    # Training states use first names: of tied parameters the first in the model's order.
+    # Training states use first names.
 
     @cached_property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Parameters by first name, those of wrappers included."""
+        """Parameters by first name, including those of wrappers."""
         return {name: p for name, p in self._named() if self._names[id(p)] == name}
 
     @cached_property
@@ -290,7 +295,7 @@ class LiveModel:
 
     @cached_property
     def ties(self) -> dict[str, str]:
-        """First name by each other name of a tied parameter."""
+        """First name of a tied parameter, by each of its other names."""
         return {name: first for name, p in self._named() if (first := self._names[id(p)]) != name}
 
     @cached_property
@@ -311,7 +316,7 @@ class LiveModel:
         raise ConfigError(
             "the optimizer has a parameter that is not in the model; pass the model and the "
             "optimizer that were trained together, and make the optimizer from the model's "
-            "present parameters"
+            "current parameters"
         )
 
     @cached_property
@@ -334,7 +339,7 @@ class LiveModel:
     # Saves and digests use the names of the checkpoint.
 
     def tensors(self) -> tuple[list[LogicalTensor], dict[str, str]]:
-        """Return tensors in state-dict order, and the first name of each tied name.
+        """Return the tensors in state-dict order, and a map from other names of tied tensors.
 
         A tied tensor has the name under which it was loaded. Raises EngineError as ``shard_of``, and
         ConfigError for a tensor on meta.
@@ -345,7 +350,8 @@ class LiveModel:
         named = list(state_names(self.module))
         for name, tensor, _ in named:
             before = chosen.get(id(tensor))
-            # Prefer the name of the load, then a name that the library ties to no other, then the first.
+            # Prefer the name of the load, then a name that the library does not declare tied to another one,
+            # then the first.
             if (
                 before is None
                 or (plain_name(before) not in recipes and plain_name(name) in recipes)
@@ -365,8 +371,8 @@ class LiveModel:
             )
             if shard.storage.is_meta:
                 raise ConfigError(
-                    f"{plain_name(name)} is on the meta device, where tensors have no values: load the "
-                    "model, or give it values (to_empty, and its own initialiser), first"
+                    f"{plain_name(name)} is on the meta device, where tensors have no values: first load the "
+                    "model, or initialise it (to_empty, then its own initialiser)"
                 )
             trained = is_parameter and tensor.requires_grad
             tensors.append(LogicalTensor(plain_name(name), name, shard, is_parameter, trained))
@@ -380,7 +386,7 @@ class LiveModel:
     @property
     def plain_names(self) -> Mapping[str, str]:
         """Names in the unsharded model by state-dict name, tied names included."""
-        # A loaded name is plain, even if it looks like a wrapper's (`base_layer`).
+        # Keep the name of a loaded tensor, even if it looks like a wrapper's (`base_layer`).
         parts = find_loaded_parts(self.module)
         loaded = {prefix + name for prefix, _, record in parts for name in record.recipes}
         return {name: name if name in loaded else plain_name(name) for name, _, _ in state_names(self.module)}

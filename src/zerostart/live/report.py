@@ -42,39 +42,46 @@ class Report:
     including the final shards.
     """
 
+    #: Names that the checkpoint lacks.
     missing: tuple[str, ...] = ()
+    #: Names of the checkpoint that the model does not use.
     unexpected: tuple[str, ...] = ()
+    #: Names with another shape in the checkpoint.
     mismatched: tuple[str, ...] = ()
     #: Shapes in checkpoint and model of tensors that ``from_pretrained(ignore_mismatched_sizes=True)``
     #: initialised.
     reinitialised: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
+    #: Names of tensors that got their values from the model's initialiser.
     initialised: tuple[str, ...] = ()
+    #: Names of tensors that are not taken as they are stored.
     converted: tuple[str, ...] = ()
+    #: Missing or unexpected names that the model declares ignorable.
     ignored: tuple[str, ...] = ()
     #: Names in ``initialised`` that every rank had to initialise whole.
     initialised_whole: tuple[str, ...] = ()
-    #: Names of tensors that a conversion calculated.
+    #: Names of tensors that a conversion computed.
     computed: tuple[str, ...] = ()
     #: Names in ``computed`` that needed whole tensors, without a memory limit.
     computed_whole: tuple[str, ...] = ()
     #: Quantisation method of a dequantised checkpoint.
     dequantised: str = ""
-    #: Seconds: ``plan, compile, build, read, total``. ``compile``: DeepSpeed's operators.
+    #: Seconds of ``plan, compile, build, read, total``; ``compile`` is for DeepSpeed's operators.
     phases: dict[str, float] = field(default_factory=dict)
     #: Seconds from the start of the process to the load: imports and process groups; 0 if unknown.
     start_seconds: float = 0.0
     #: Seconds from the start of the process to the end of its first optimizer step; 0 before it.
     first_step_seconds: float = 0.0
-    #: Bytes that this rank read, also for other ranks.
+    #: Bytes that this rank read, for itself and for other ranks.
     read_bytes: int = 0
+    #: Bytes that the plan of this rank reads; equal to ``read_bytes``.
     planned_bytes: int = 0
     #: Bytes received from other ranks.
     exchanged_bytes: int = 0
     #: Description of the read strategy.
     reading: str = ""
-    #: Anonymous host memory.
+    #: Peak of anonymous host memory.
     peak_host_bytes: int = 0
-    #: None if the device's allocator has no statistics.
+    #: Peak of device memory; None if the device's allocator has no statistics.
     peak_device_bytes: int | None = 0
     rank: int = 0
     world_size: int = 1
@@ -101,12 +108,12 @@ class Report:
             lines += [f"  the first optimizer step ended {ended}"]
         lines += [f"  whole parameters {self.tier}"] if self.tier is not None else []
         if self.dequantised:
-            lines += [f"  dequantised from {self.dequantised} while the weights were read, to be trained"]
+            lines += [f"  dequantised from {self.dequantised} while the weights were read"]
         kinds = ("missing", "unexpected", "mismatched", "initialised", "converted", "computed", "ignored")
         for kind in kinds:
             lines += _named(kind, getattr(self, kind))
         lines += _named("initialised at full size", self.initialised_whole)
-        lines += _named("computed from whole tensors, in memory that no limit holds", self.computed_whole)
+        lines += _named("computed from whole tensors, without a memory limit", self.computed_whole)
         return "\n".join(lines)
 
     def _on_the_device(self) -> str:

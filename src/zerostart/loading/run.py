@@ -1,4 +1,4 @@
-"""Load a model: catalog, model, recipes, shards, plan, transfer. Read ``_Load.load`` first."""
+"""Load a model. Read ``_Load.load`` first: catalog, model, recipes, shards, plan, transfer."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ class _Load:
                         engine.import_library()
                 with clock.phase("compile"), self.meter.paused():
                     engine.compile_operations()
-            # 1. Prepare catalog, model on meta, recipes and origins: equal on all ranks, no shards yet.
+            # 1. Prepare catalog, model on meta, recipes, and the origin of each tensor. All ranks get the
+            # same; nothing is sharded yet.
             prepared = prepare(request, engine, world, clock, request.strict, self.meter.paused, fetch=True)
             try:
                 with clock.phase("plan"):
@@ -93,10 +94,10 @@ class _Load:
     ) -> TransferStats:
         """Give the model with its filled shards to the engine; collective."""
         model, engine, library = prepared.built.model, prepared.engine, prepared.built.library
-        # The order matters: `finish` replaces parameters, which aliases then follow. Hooks of calls come
-        # after those of sequence parallelism.
+        # The order matters: `finish` replaces parameters, then aliases (references outside the registries of
+        # modules) are updated. Hooks of `preserve_calls` come after those of sequence parallelism.
         if gathered := maker.finish(model):
-            how = f"{stats.how}; each rank a share of the flat buffers, gathered from all"
+            how = f"{stats.how}; each rank a share of the flat buffers, then gathered from all"
             stats = replace(stats, received=stats.received + gathered, how=how)
         prepared.aliases.join(list(prepared.recipes.by_name))
         prepared.aliases.follow(model)
@@ -114,7 +115,8 @@ class _Load:
         """Allocate this rank's empty shards."""
         engine, model, dtype = prepared.engine, prepared.built.model, prepared.built.dtype
         names = list(prepared.origins.parameters)
-        # Edits of an earlier model that has not run yet are followed, but not in this load.
+        # The bypass: torch functions may still be intercepted to follow the user's edits of a model that was
+        # loaded before. This load is no such edit.
         with self.clock.phase("build"), self.world.phase("sharding the model"), bypass_interception():
             placements = engine.placements(model, prepared.parallelism)
             maker = engine.shard_maker(self.world, dtype, prepared.parallelism, placements)
@@ -130,7 +132,7 @@ class _Load:
         """Plan the reads, agree on a read strategy with the other ranks, and read."""
         world, clock = self.world, self.clock
         with clock.phase("plan"):
-            # Outside a phase: `agree_on_strategy` is itself collective.
+            # Not in a phase of `world`: `agree_on_strategy` is itself collective.
             requests, storage = destinations.requests(), prepared.catalog.storage
             exchange = request.exchange_of_reads(prepared.engine)
             strategy = agree_on_strategy(requests, storage, tuning, exchange, world)
@@ -152,6 +154,7 @@ class _Load:
     def _offer_masters(
         self, request: Request, prepared: Prepared, destinations: Destinations, tuning: Tuning
     ) -> None:
+        """Let the engine read fp32 masters of parameters that the model's dtype rounds."""
         shards = destinations.shards if request.fp32_masters and prepared.from_checkpoint else []
         found = find_masters(prepared.catalog, prepared.origins.parameters, shards, tuning)
         prepared.engine.offer_masters(prepared.built.model, *found)

@@ -1,8 +1,8 @@
 """Log operators on tensors without data, and replay them to compute values.
 
-Models are built and initialised on meta, where tensors cost nothing. A tensor that the checkpoint lacks (a
-rotary table, a mask, a missing head) gets its value by running only the operators that lead to it.
-Element-wise initialisers run in chunks, so that no whole parameter has to exist.
+Models are built and initialised on meta, where tensors take no memory. If the checkpoint lacks a tensor (a
+rotary table, a mask, a missing head), only the operators that its value depends on are run. Element-wise
+initialisers run in chunks, so that no whole parameter has to exist.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Op:
 
     #: An operator, or a Python function that changes its first argument (see ``opaque``).
     func: Any
-    #: Arguments before the call: copies of real tensors, views of meta tensors.
+    #: Arguments as they were before the call: copies of real tensors, views of meta tensors.
     args: Arguments
     kwargs: Keywords
-    #: Result of the call, such as meta tensors.
+    #: Result of the call; its tensors are on meta.
     result: Any
 
     @functools.cached_property
@@ -53,12 +53,12 @@ class Op:
 
     @property
     def random(self) -> bool:
-        """True if the call moves the random generator."""
+        """True if the call draws random numbers."""
         return self.opaque or torch.Tag.nondeterministic_seeded in self.func.tags
 
     @property
     def overwritten(self) -> int | None:
-        """Key of the storage that the call overwrites, or None."""
+        """Key of the storage that the call overwrites as a whole, or None."""
         if not (self.opaque or self.func in _OVERWRITING):
             return None
         target: torch.Tensor = self.args[0]
@@ -82,7 +82,7 @@ class Op:
 
 
 aten = torch.ops.aten
-_IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]  # a getter, for a function mode
+_IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]  # a function mode sees this getter
 _OVERWRITING = {
     aten.normal_.default,
     aten.uniform_.default,
@@ -136,10 +136,10 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 
 class _PythonVisibility(TorchFunctionMode):
-    """A mode that makes Python code visible to the log.
+    """A mode that lets the log see what Python code would do on a real device.
 
-    ``torch.tensor([...])`` keeps its numbers: it is made on the CPU and then moved. Tensors deny being on
-    meta, since parts of ``torch.nn.init`` do nothing there.
+    ``torch.tensor([...])`` keeps its numbers: it is made on the CPU and then moved. ``is_meta`` is False,
+    since parts of ``torch.nn.init`` skip meta tensors.
     """
 
     def __torch_function__(
@@ -166,7 +166,7 @@ class OperatorLog(TorchDispatchMode):
 
     def __enter__(self) -> OperatorLog:
         stack = contextlib.ExitStack()
-        # Python code that loops over values is logged as one step.
+        # This initialiser loops in Python over values: log it as one step.
         stack.enter_context(intercept_truncated_normal(self._log_function))
         stack.enter_context(_PythonVisibility())
         self._entered.append(stack)
@@ -193,12 +193,12 @@ class OperatorLog(TorchDispatchMode):
             with torch._C.DisableTorchFunction():
                 return func(*self.values([args[0]], torch.device("cpu")), *args[1:], **kwargs)
         arguments = (args, kwargs)
-        # Code in here is not part of the construction, so function modes must not see it.
+        # The log's own code is not part of the construction, so function modes must not see it.
         with torch._C.DisableTorchFunction():
             changing = bool(_written_arguments(func)) and bool(_meta_tensors((args, *kwargs.values())))
             if changing:
-                # The call changes written arguments.
-                arguments = _snapshot(arguments)  # before the call
+                # Copy before the call, which changes these arguments.
+                arguments = _snapshot(arguments)
         result = func(*args, **kwargs)
         with torch._C.DisableTorchFunction():
             op = Op(func, arguments[0], arguments[1], result)
@@ -209,7 +209,7 @@ class OperatorLog(TorchDispatchMode):
         return result
 
     def _asks_values(self, func: OpOverload, args: Arguments, kwargs: Keywords) -> bool:
-        """Return True for requests for values without random calls."""
+        """Return True if the call needs a tensor's value, and no random call leads to that value."""
         to_host = func is aten._to_copy.default and kwargs.get("device") == torch.device("cpu")
         asks = to_host or func is aten._local_scalar_dense.default
         return asks and _is_meta(args[0]) and not self.draws(args[0])
@@ -220,10 +220,10 @@ class OperatorLog(TorchDispatchMode):
         device: torch.device,
         states: Mapping[int, torch.Tensor] | None = None,
     ) -> list[torch.Tensor]:
-        """Compute meta tensors by running the calls that lead there.
+        """Compute the values of meta tensors by running the calls that they depend on.
 
-        ``states`` of torch's generator by position of the call. Raises BuildError for a tensor that no logged
-        call makes.
+        ``states`` maps the position of a random call to the state of torch's generator before it. Raises
+        BuildError for a tensor that no logged call makes.
         """
         steps, settled = self._find_calls(tensors)
         replay = _Replay(device, settled)
@@ -235,15 +235,15 @@ class OperatorLog(TorchDispatchMode):
         return [replay.real(t) for t in tensors]
 
     def draws(self, tensor: torch.Tensor) -> list[int]:
-        """Return positions of random calls that lead to a tensor."""
+        """Return positions of the random calls that a tensor depends on."""
         return [at for at, op in self._find_calls([tensor])[0] if op.random]
 
     def _find_calls(self, tensors: Sequence[torch.Tensor]) -> tuple[list[tuple[int, Op]], dict[int, int]]:
         needed = {storage_key(t) for t in tensors}
-        # Storages whose earlier contents do not matter, since a later step overwrites them.
+        # Size by key of storages whose earlier contents do not matter, since a later step overwrites them.
         settled: dict[int, int] = {}
         steps: list[tuple[int, Op]] = []
-        # Backwards: a call counts if it writes a storage that is still needed.
+        # Go backwards, and take each call that writes a storage that is still needed.
         for at in reversed(range(len(self.ops))):
             op = self.ops[at]
             if not any(storage_key(t) in needed and storage_key(t) not in settled for t in op.writes):
@@ -271,7 +271,7 @@ class _Replay:
     def __init__(self, device: torch.device, sizes: Mapping[int, int]) -> None:
         self._device = device
         self._storages: dict[int, torch.UntypedStorage] = {}
-        for key, nbytes in sizes.items():  # overwritten before they are read
+        for key, nbytes in sizes.items():  # storages that are overwritten before they are read
             self._storages[key] = torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
 
     def real(self, tensor: torch.Tensor) -> torch.Tensor:

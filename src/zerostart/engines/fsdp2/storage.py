@@ -1,4 +1,4 @@
-"""FSDP2 shards: the model is wrapped on meta, then each local shard gets storage.
+"""Give storage to the local shards of a model that FSDP2 has wrapped on meta.
 
 ``to_empty`` is never called: it would empty non-persistent buffers, untie tied weights, and allocate page by
 page.
@@ -44,14 +44,14 @@ def give_storage(
 ) -> list[Shard]:
     """Allocate the local tensor of each parameter, sharded or whole.
 
-    ``at`` gives the layout of a parameter on any rank, ``chunk`` the shape of a full chunk of it, for which
-    FSDP2 keeps room.
+    ``at`` gives the layout of a parameter on any rank. ``chunk`` gives the shape of its largest shard: FSDP2
+    pads every local tensor to that.
     """
     parameters = dict(model.named_parameters())
     placed: list[tuple[str, Layout, int]] = []
     for name in names:
         layout = at(name, rank)
-        # First all sizes, then one allocation with a place for each shard.
+        # Reserve all sizes first: the arena is one allocation, with a place for each shard.
         placed.append((name, layout, arena.reserve(layout.numel, parameters[name].dtype)))
     new: dict[int, nn.Parameter] = {}
     shards = []
@@ -64,13 +64,13 @@ def give_storage(
     # FSDP2 keeps separate local tensors, which are on meta until it looks at the parameters again.
     adopt_local_tensors(model)
     for name, layout, _ in (one for one in placed if parameters[one[0]].dim()):
-        # Last: FSDP2 takes the padded tensor, the user sees the real part.
+        # Do this last: FSDP2 must get the padded tensor, and the user must see it without padding.
         hide_padding(new[id(parameters[name])], layout.owned)
     return shards
 
 
 def _detach_from_arena(part: torch.Tensor) -> torch.Tensor:
-    """Return ``part`` of an arena over a storage that begins with it and keeps the arena.
+    """Return ``part`` of an arena on a storage that begins with it, and that keeps the arena alive.
 
     A DTensor shows the offset of its local tensor as its own. With an offset other than 0 torch assumes that
     the DTensor has memory, which ``copy.deepcopy``, ``pickle`` and ``torch.save`` then access.
@@ -81,6 +81,7 @@ def _detach_from_arena(part: torch.Tensor) -> torch.Tensor:
 
 
 def _over(old: nn.Parameter, name: str, local: torch.Tensor) -> nn.Parameter:
+    """Return a copy of the parameter ``old`` with ``local`` as its memory."""
     data = wrap_local(require_dtensor(old, name), local) if old.dim() else local
     new = nn.Parameter(data, requires_grad=old.requires_grad)
     new.__dict__.update({k: v for k, v in old.__dict__.items() if not k.startswith("_local")})
@@ -98,9 +99,9 @@ def require_dtensor(parameter: nn.Parameter, name: str) -> DTensor:
 
 
 def sharded_layout(parameter: DTensor, rank: int) -> Layout:
-    """Return the layout on ``rank`` of a parameter that one axis of its mesh shards.
+    """Return the layout on ``rank`` of a parameter that is sharded over at most one axis of its mesh.
 
-    Other axes replicate it. Raises EngineError for other placements.
+    The other axes replicate it. Raises EngineError for other placements.
     """
     placements, mesh = parameter.placements, parameter.device_mesh
     axes = [(axis, p) for axis, p in enumerate(placements) if isinstance(p, ShardPlacement)]
@@ -116,7 +117,7 @@ def sharded_layout(parameter: DTensor, rank: int) -> Layout:
 
 
 def holders(parameter: DTensor) -> tuple[int, int]:
-    """Return this rank's place among the ranks with the same share, and their number."""
+    """Return this rank's index among the ranks with the same shard, and the number of these ranks."""
     place, count = 0, 1
     mesh = parameter.device_mesh
     for axis, placement in enumerate(parameter.placements):
@@ -140,10 +141,10 @@ _mesh_places: weakref.WeakKeyDictionary[DeviceMesh, dict[int, tuple[int, ...]]] 
 
 
 def reshard_units(model: nn.Module) -> None:
-    """Make the shards of the units of ``model`` its parameters again.
+    """Replace gathered parameters of ``model`` by the shards that are trained.
 
-    A root, or every unit below stage 3, keeps the parameters that its forward has gathered: other objects, in
-    the compute dtype, than the trained parameters.
+    After a forward, the root unit keeps its gathered parameters; below stage 3 every unit does. They are
+    different objects from the trained shards, and in the compute dtype.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -163,6 +164,6 @@ def current_shards(model: nn.Module) -> dict[str, Shard]:
 
 
 def _is_cut(parameter: DTensor) -> bool:
-    """Return whether a load has cut ``parameter`` by experts or tensors: only its record has the layout."""
+    """Return True if a load cut ``parameter`` by experts or tensors; only its record has the layout."""
     axes = {*(parameter.device_mesh.mesh_dim_names or ())}
     return "shard" in axes and bool(axes & {"expert", "tensor"})

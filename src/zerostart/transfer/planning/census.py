@@ -1,7 +1,7 @@
 """Count the reads of every rank at once, for large worlds.
 
-Layers repeat: parameters of one kind are cut into segments once for each rank, as in ``join``. All others of
-that kind are then arithmetic on arrays.
+Layers repeat. ``join`` cuts every parameter into segments; here only the first parameter of each kind is cut,
+on every rank. The others of that kind have the same segments at other offsets, and are counted with NumPy.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from zerostart.transfer.planning.plan import (
     find_starts,
 )
 
-#: Number of ranks that are counted at a time.
+#: Number of ranks in one table.
 RANKS = 64
 
 
@@ -32,8 +32,8 @@ RANKS = 64
 class Share:
     """A recipe, and the layouts of its parameter by rank.
 
-    Shares with one and the same ``layouts`` object are cut alike. ``direct`` means host memory, where reads
-    of the stored dtype land in place.
+    Pass equal layouts as one object: only parameters with the identical ``layouts`` can be of one kind.
+    ``direct`` is as in ``Destination``.
     """
 
     recipe: Recipe
@@ -43,9 +43,9 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """One rank's reads: bytes, number, and whether any is staged.
+    """One rank's reads: their bytes, their number, and True if any is staged.
 
-    ``scratch`` is the maximum memory of computations at a time, in bytes.
+    ``scratch`` is the maximum memory of simultaneous computations, in bytes.
     """
 
     nbytes: int
@@ -66,15 +66,21 @@ def count_reads(
 
 @dataclass(frozen=True)
 class _Kind:
-    """Segments of parameters of one kind, relative to their sources."""
+    """Segments that all parameters of one kind have, and where their source tensors start.
 
-    #: Columns: rank (its number among the counted ones), source, offset, bytes, direct and rows.
+    Positions are bytes on a line, on which all files follow one another.
+    """
+
+    #: Columns: index of the rank, index of the source, offset in the source, bytes, direct and rows.
     table: Numbers
-    #: Starts of each parameter's sources, with all files in one row.
+    #: For each parameter: position of each of its sources.
     sources: list[list[int]] = field(default_factory=list)
 
     def place_rows(self, line: int, ranks: range) -> Numbers:
-        """Return rows ``place, bytes, direct, rows`` of all parameters on ``ranks``."""
+        """Return ``position, bytes, direct, rows`` of each segment of all parameters on ``ranks``.
+
+        ``line`` is the length of the line. Each rank gets a line of its own.
+        """
         begin, end = np.searchsorted(self.table[0], (ranks.start, ranks.stop))
         rank, source, offset, *rest = self.table[:, begin:end]
         place = np.array(self.sources, np.int64)[:, source] + ((rank - ranks.start) * line + offset)
@@ -89,7 +95,7 @@ class _Census:
         self._kinds: dict[Hashable, _Kind] = {}
         #: For each rank, the reads and memory of its computations.
         self._computed: list[list[Count]] = [[] for _ in ranks]
-        # More than a chunk between files, so that no read crosses their ends.
+        # Put more than a chunk between two files, so that no read crosses the end of one.
         ends = np.cumsum(np.array([0, *catalog.sizes], np.int64) + options.chunk_size + 1).tolist()
         self._files, self._line = ends[:-1], ends[-1]
 
@@ -98,8 +104,8 @@ class _Census:
         names = [str(s) for p in share.recipe.pieces for s in p.source if not isinstance(s, Computed)]
         number = {name: n for n, name in enumerate(dict.fromkeys(names))}
         entries = [self._tensors[name] for name in number]
-        # Parameters are of one kind if their pieces agree except for the names of their sources. Each
-        # computed parameter is a kind, since its steps are not compared.
+        # Parameters are of one kind if their pieces are equal except for the names of their sources. A
+        # computed parameter is a kind of its own, since its steps are not compared.
         key: Hashable = share.recipe
         if not share.recipe.computed:
             key = (
@@ -108,8 +114,8 @@ class _Census:
                 tuple(entry.dtype for entry in entries),
                 share.recipe.target.dtype,
             )
-        # The identity, since comparing the layouts of thousands of ranks would take longer than counting. The
-        # caller keeps them alive.
+        # Use the id of the layouts: comparing those of thousands of ranks would take longer than counting.
+        # The caller keeps the object alive.
         key = (key, id(share.layouts), share.direct)
         if key not in self._kinds:
             self._kinds[key] = _Kind(self._make_table(share, number))
@@ -119,7 +125,7 @@ class _Census:
         target = share.recipe.target
         rows: list[tuple[int, ...]] = []
         for rank, layout in share.layouts:
-            # Segments only need its dtype, and whether it is direct.
+            # Segments depend only on its dtype and on ``direct``.
             to = Destination(target.name, layout.numel, layout.owned, target.dtype, share.direct)
             to_compute: list[Copy] = []
             for copy in pull_back(share.recipe, layout):
@@ -145,7 +151,7 @@ class _Census:
                 of_rank + sum(one.nbytes for one in computed),
                 number + sum(one.reads for one in computed),
                 through_buffer or any(one.staged for one in computed),
-                # In the worst case the largest computations run at once, one per thread.
+                # In the worst case the largest computations run at the same time, one in each thread.
                 sum(sorted((one.scratch for one in computed), reverse=True)[:threads]),
             )
             for (of_rank, number, through_buffer), computed in zip(
@@ -156,16 +162,16 @@ class _Census:
     def _iter_counts(self) -> Iterator[tuple[int, int, bool]]:
         """Yield bytes, reads and use of staging buffers of each rank, without computations."""
         world = len(self._number)
-        # Some ranks at a time, since a table of all would take most of the memory.
+        # A few ranks at a time, since a table of all ranks would take too much memory.
         for ranks in (range(at, min(at + RANKS, world)) for at in range(0, world, RANKS)):
             kinds = (kind.place_rows(self._line, ranks) for kind in self._kinds.values())
             table = np.concatenate([np.empty((4, 0), np.int64), *kinds], axis=1)
-            # Each rank has its own ``line``, longer than all files, so no read crosses ranks. Sort as
+            # Each rank has its own line, longer than all files, so no read crosses ranks. Sort as
             # ``merge_reads`` does.
             place, nbytes, direct, _ = table = table[:, np.lexsort((table[2], table[1], table[0]))]
             starts = _find_starts(table, self._options)
             sizes = np.maximum.reduceat(place + nbytes, starts) - place[starts] if len(starts) else starts
-            # Rows of one rank are adjacent: its sums are differences of running totals.
+            # The reads of one rank are adjacent, so its sums are differences of running totals.
             bounds = np.searchsorted(place[starts], np.arange(len(ranks) + 1) * self._line)
             total = np.concatenate([[0], np.cumsum(sizes)])[bounds]
             staged = np.bincount(place[direct == 0] // self._line, minlength=len(ranks)) > 0
@@ -173,15 +179,15 @@ class _Census:
 
 
 def _find_starts(table: Numbers, options: PlanOptions) -> Numbers:
-    """Return the rows with which reads start, as ``find_starts`` does."""
+    """Return the index of the first segment of each read, as ``find_starts`` does."""
     place, nbytes, direct, rows = table
     gap = place[1:] - np.maximum.accumulate(place + nbytes)[:-1]
-    # Most rows surely start a read: the next one is too far away, or too long to be added.
+    # Most segments certainly start a read: they are too far from the one before, or too long to be added.
     widest = np.where(direct[1:] != 0, 0, max(options.gap_floor, int(options.gap_share * options.chunk_size)))
     sure = (gap > widest) | (place[1:] + nbytes[1:] - place[:-1] > options.chunk_size)
     sure |= (direct[1:] != direct[:-1]) | (rows[1:] != 1) | (rows[:-1] != 1)
     group = np.cumsum(np.concatenate([np.zeros(min(1, len(place)), np.int64), sure]))
-    # Only among the others does it depend on the rows before.
+    # For the rest it depends on all segments before: run ``find_starts`` on these groups only.
     open_rows = np.flatnonzero(np.bincount(group)[group] > 1) if len(group) else group
     columns = (column[open_rows].tolist() for column in (group, place, nbytes, direct, rows))
     found = np.fromiter(find_starts(zip(*columns, strict=True), options), np.int64)

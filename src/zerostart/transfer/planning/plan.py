@@ -15,7 +15,7 @@ from zerostart.checkpoint.storage import Storage
 from zerostart.geometry import Box, Copy, Loop, is_one_run
 from zerostart.recipe import Computed, torch_dtype
 
-#: Register of an operand, its shape, and its strides in elements (None for row-major).
+#: An operand: index of its register, its shape, and its strides in elements (None for row-major).
 OperandView = tuple[int, tuple[int, ...], tuple[int, ...] | None]
 
 
@@ -26,7 +26,7 @@ class Destination:
     name: str
     #: Number of elements, padding included.
     numel: int
-    #: Number of real elements, from the first on.
+    #: Number of elements before the padding.
     owned: int
     dtype: torch.dtype
     #: True for host memory, where reads can land without a staging buffer.
@@ -42,17 +42,17 @@ class Destination:
 class Part:
     """Destination of some elements of a read."""
 
-    #: Bytes from the start of the read to the first element.
+    #: Offset of the first element in the read, in bytes.
     at: int
     #: Dtype of the stored elements.
     dtype: torch.dtype
-    #: Number of the destination.
+    #: Index of the destination.
     target: int
-    #: Position of the first element in the destination.
+    #: Index of the first element in the destination.
     to: int
     #: Loops of (size, source stride, destination stride), in elements.
     loops: tuple[tuple[int, int, int], ...]
-    #: True if it is one run without a cast, which can be read into place.
+    #: True if it is one run without a cast into a direct destination, so it can be read into place.
     direct: bool
 
     @property
@@ -65,17 +65,17 @@ class Part:
 class Read:
     """One positioned read."""
 
-    #: Number of the file.
+    #: Index of the file.
     file: int
     #: Offset in the file, in bytes.
     offset: int
-    #: Bytes read; with rows, without the gaps.
+    #: Bytes read, without the gaps between rows.
     nbytes: int
     #: Destinations; exactly one if there are rows.
     parts: tuple[Part, ...]
-    #: True if it scatters into its parts, which tile it; otherwise it is staged.
+    #: True if it is read into its parts, which cover it; otherwise into a staging buffer.
     direct: bool
-    #: Number of runs of equal length; gaps between them are not read.
+    #: Number of runs of equal length at equal distances; gaps between them are not read.
     rows: int = 1
     #: Bytes between the starts of two rows; 0 for one row.
     stride: int = 0
@@ -91,11 +91,11 @@ class ComputeStep:
     """Evaluation of a box of a computed tensor."""
 
     source: Computed
-    #: Factors that split the shape of ``source``.
+    #: Factors into which each dimension of ``source`` is split.
     factors: tuple[tuple[int, ...], ...]
-    #: Box of the split shape.
+    #: Box in the split shape to compute.
     box: Box
-    #: Register, shape and strides of each operand.
+    #: Memory of each operand.
     operands: tuple[OperandView, ...]
     parts: tuple[Part, ...]
 
@@ -104,7 +104,7 @@ class ComputeStep:
 class Computation:
     """Steps that compute one box of a tensor."""
 
-    #: Memory for operands and results in between.
+    #: Memory for operands and intermediate results.
     registers: tuple[Destination, ...]
     #: Reads that fill registers.
     reads: tuple[Read, ...]
@@ -120,7 +120,7 @@ class Computation:
 
 @dataclass(frozen=True, slots=True)
 class SharedReads:
-    """Reads that ``ranks`` share among them."""
+    """Reads that ``ranks`` divide among themselves."""
 
     ranks: tuple[int, ...]
     reads: tuple[Read, ...]
@@ -167,19 +167,19 @@ class PlanOptions:
 
     #: Maximum size of a read and of a staging buffer, in bytes.
     chunk_size: int = 8 * MiB
-    #: Maximum share of a gap in the run before it for reading through it.
+    #: Largest gap that is read too, as a fraction of the run before it.
     gap_share: float = 0.04
-    #: Maximum bytes of run and gap together, below which one read is always cheaper.
+    #: A gap is also read if it and the run before it have at most this many bytes.
     gap_floor: int = 512
 
     def reads_through(self, gap: int, run: int) -> bool:
-        """Return True if the gap after a run is read too."""
+        """Return True if the gap after a run is read too. Both are in bytes."""
         return gap <= self.gap_share * run or gap + run <= self.gap_floor
 
 
-#: Dtype, target, place, loops and directness, as in ``Part``.
+#: ``dtype, target, to, loops, direct`` of a ``Part``.
 PartFields = tuple[torch.dtype, int, int, tuple[Loop, ...], bool]
-#: (file, offset, bytes, part, rows, bytes from row to row)
+#: ``file, offset, nbytes, part, rows, stride`` of a ``Read`` with one part.
 Segment = tuple[int, int, int, PartFields, int, int]
 
 
@@ -190,11 +190,11 @@ def cut_segments(
     destination: Destination,
     options: PlanOptions,
 ) -> Iterator[Segment]:
-    """Yield dense spans of the source, each of at most a chunk."""
+    """Yield the segments of a copy: source spans without large gaps, of at most a chunk each."""
     entry = tensors[str(copy.source)]
     dtype = torch_dtype(entry.dtype, entry.name)
     width = dtype.itemsize
-    # Inner loops whose gaps are read through form one span; each outer step is a span.
+    # Inner loops with gaps that are read too form one span. Each step of the outer loops starts a new span.
     outer, inner = _split_dense(copy.loops, width, options)
     span = _span(inner)
     # The innermost outer loop becomes rows of one read, if a row fits a chunk.
@@ -207,14 +207,14 @@ def cut_segments(
         ):
             row = loops[1:] if count > 1 else loops
             direct = destination.direct and dtype == destination.dtype and is_one_run(row)
-            # A single row has no distance, so it can merge with its neighbours.
+            # A single row has stride 0, so it can merge with its neighbours.
             stride = rows[1] * width if rows is not None and count > 1 else 0
             part = (dtype, target, place, loops, direct)
             yield entry.file, entry.offset + first * width, _span(loops) * width, part, count, stride
 
 
 def _span(loops: Sequence[Loop]) -> int:
-    """Number of elements from the first to the last source element."""
+    """Return the number of elements from the first to the last source element."""
     return 1 + sum((size - 1) * stride for size, stride, _ in loops)
 
 
@@ -258,7 +258,7 @@ def _split_bounded(
         yield start, to, loops
         return
     (size, source, destination), rest = loops[0], loops[1:]
-    # Each part of the largest loop has as many steps as fit; if none fits, the loops inside it are cut.
+    # Cut the outermost loop into parts of as many steps as fit. If not even one fits, cut inner loops.
     below = _span(rest)
     steps = max(1, (limit - below) // source + 1) if source and below <= limit else 1
     for first in range(0, size, steps):
@@ -281,15 +281,15 @@ def _sort_key(segment: Segment) -> tuple[int, int, int, bool]:
 
 
 def find_starts(columns: Iterable[tuple[int, int, int, bool, int]], options: PlanOptions) -> Iterator[int]:
-    """Yield numbers of sorted segments with which reads start.
+    """Yield the index of the first segment of each read.
 
-    A segment is ``(file, offset, bytes, direct, rows)``. Direct segments merge without gaps, staged ones with
-    small gaps, rows never.
+    Segments are sorted tuples ``(file, offset, bytes, direct, rows)``. Direct segments merge if there is no
+    gap between them, staged ones if the gap is small. A segment of several rows never merges.
     """
     begin = end = members = 0
     group: tuple[int, bool] | None = None
     for number, (file, offset, nbytes, direct, rows) in enumerate(columns):
-        # Segments of several parameters may overlap; a read ends with the furthest.
+        # Segments of several parameters may overlap, so the last one need not have the largest end.
         until = max(end, offset + nbytes)
         if (
             group == (file, direct)
@@ -302,7 +302,7 @@ def find_starts(columns: Iterable[tuple[int, int, int, bool, int]], options: Pla
             members += 1
         else:
             yield number
-            # None: nothing merges with a read of several rows.
+            # None equals no group, so nothing merges with a read of several rows.
             group = (file, direct) if rows == 1 else None
             begin, end, members = offset, offset + nbytes, 1
 
