@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zerostart
-from tests.identity.parallel import ONLY_EXPERTS, Layout, Training, choose_parts
+from tests.identity.parallel import ONLY_EXPERTS, Layout, Training, choose_parts, full_tensor
 from tests.identity.test_parallel import MODELS
 from tests.parity import STEPS, Trace, batches, checkpoint, differences, train_in_one_process
 from tests.ranks import run_ranks
@@ -315,7 +316,11 @@ def open_adapter(path: Path, adapter: Path, layout: Layout) -> dict[str, torch.T
     config = LoraConfig(target_modules=[], target_parameters=["experts.down_proj"])
     with pytest.raises(ConfigError, match="use low_cpu_mem_usage=False"):
         get_peft_model(load(), config, low_cpu_mem_usage=True)
-    model: Any = PeftModel.from_pretrained(load(), adapter, is_trainable=True)
+    model: Any = PeftModel.from_pretrained(load(), adapter)
+    frozen = adapters_of(model)
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    model = PeftModel.from_pretrained(load(), adapter, is_trainable=True)
+    assert all(torch.equal(frozen[name], tensor) for name, tensor in adapters_of(model).items())
     with pytest.raises(ConfigError, match=r"use zerostart.save\(model, path, merge_adapters=True\)"):
         model.merge_adapter()
     with pytest.raises(ConfigError, match="per_expert=True is about adapters"):
@@ -371,3 +376,36 @@ def losses_of_experts(path: Path, layout: Layout) -> list[float]:
         training.step(batch[0], trace)
     training.close()
     return trace.losses
+
+
+def gradients_in_bfloat16(path: Path, layout: Layout | None) -> dict[str, torch.Tensor]:
+    """Return gradients of a second adapter; PEFT adds it frozen, and keeps adapters in float32."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    dtype, tokens = torch.bfloat16, next(batches(1))[0]
+    if layout is None:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    else:
+        loaded = zerostart.load(path, dtype=dtype, progress=False, **layout.options())
+        tokens = tokens.chunk(dist.get_world_size())[dist.get_rank()]
+    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    config = LoraConfig(r=2, target_modules=["q_proj"], target_parameters=names, init_lora_weights=False)
+    model = get_peft_model(loaded, config)
+    torch.manual_seed(0)
+    model.add_adapter("second", config)
+    model.set_adapter("second")
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert all(parameter.dtype == torch.float32 for parameter in trained.values())
+    return {name: full_tensor(parameter.grad) for name, parameter in trained.items()}
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_float32_adapters_of_a_bfloat16_model_have_averaged_gradients(world: int, folder: Path) -> None:
+    path = checkpoint("qwen3_moe", folder)
+    (wanted,) = run_ranks(gradients_in_bfloat16, 1, path, None)
+    for found in run_ranks(gradients_in_bfloat16, world, path, FSDP2(experts=2)):
+        assert found.keys() == wanted.keys()
+        for name, gradient in wanted.items():
+            torch.testing.assert_close(found[name], gradient, atol=0.1 * gradient.abs().max().item(), rtol=0)

@@ -14,7 +14,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from zerostart.distributed.world import current_world
@@ -160,9 +162,30 @@ def _changing(shared: SharedExperts, layer: Any, adapters: Sequence[str]) -> Ite
 
 def _add_adapters(layer: Any, adapters: Sequence[str], weight: torch.Tensor) -> torch.Tensor:
     for adapter in adapters:
-        with local_parameters(layer.lora_A[adapter]), local_parameters(layer.lora_B[adapter]):
+        factors = layer.lora_A[adapter], layer.lora_B[adapter]
+        with local_parameters(factors[0]), local_parameters(factors[1]):
+            for factor in factors:
+                _average_gradient(factor)
             lhs, rhs, scaling = layer.get_delta_factors(adapter)
             # Like PEFT, compute the product in the dtype of the weight.
             with torch.autocast(weight.device.type, enabled=False):
                 weight = torch.baddbmm(weight, lhs, rhs, alpha=scaling)
     return weight
+
+
+def _average_gradient(factor: Any) -> None:
+    """Average the gradient of a local factor over all ranks, whose tokens have all come to its experts.
+
+    Not by a hook on the parameter: PEFT replaces that, without its hooks, when it casts adapters to float32.
+    """
+    parameter = factor._parameters["weight"]
+    if isinstance(parameter, DTensor) and factor.weight.requires_grad:
+        factor.weight.register_hook(functools.partial(_average, parameter.device_mesh))
+
+
+def _average(mesh: DeviceMesh, gradient: torch.Tensor) -> torch.Tensor:
+    average = gradient / mesh.size()
+    for axis in mesh.mesh_dim_names or ():
+        if axis != "expert":
+            dist.all_reduce(average, group=mesh.get_group(axis))
+    return average

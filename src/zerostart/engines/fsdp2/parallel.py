@@ -141,7 +141,7 @@ class FSDP2Shards(ShardMaker):
 def adopt_expert(parameter: nn.Parameter, like: DTensor, cut: Ranges, shape: tuple[int, ...]) -> nn.Parameter:
     """Return ``parameter`` of this rank's experts as a DTensor, whole on each of their owners.
 
-    No unit gathers it: adapters are small, and the owners average its gradient.
+    No unit gathers it: adapters are small. Whoever uses it averages its gradient.
     """
     mesh, placement = like.device_mesh, _placement(ShardSpec(cut.dim, len(cut.ranks[0])), len(shape))
     axes = mesh.mesh_dim_names or ()
@@ -154,20 +154,7 @@ def adopt_expert(parameter: nn.Parameter, like: DTensor, cut: Ranges, shape: tup
     data = DTensor.from_local(
         parameter.data, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
     )
-    new: Any = nn.Parameter(data, requires_grad=parameter.requires_grad)
-    # Tokens of all ranks that share the experts have added to the gradient.
-    new.register_hook(functools.partial(torch.mul, other=1 / mesh["expert"].size()))
-    new.register_post_accumulate_grad_hook(functools.partial(_average, owners))
-    adopted: nn.Parameter = new
-    return adopted
-
-
-def _average(groups: Sequence[dist.ProcessGroup], parameter: torch.Tensor) -> None:
-    gradient: Any = parameter.grad
-    for group in groups:
-        # Earlier gradients in the sum are equal on all ranks, and their average is the same.
-        dist.all_reduce(gradient.to_local(), group=group)
-        gradient.to_local().div_(dist.get_world_size(group))
+    return nn.Parameter(data, requires_grad=parameter.requires_grad)
 
 
 def parallel_shards(
