@@ -409,3 +409,27 @@ def test_float32_adapters_of_a_bfloat16_model_have_averaged_gradients(world: int
         assert found.keys() == wanted.keys()
         for name, gradient in wanted.items():
             torch.testing.assert_close(found[name], gradient, atol=0.1 * gradient.abs().max().item(), rtol=0)
+
+
+def second_derivatives(path: Path, layout: Layout | None) -> torch.Tensor:
+    """Return the gradient of a penalty on gradients, as of adversarial training."""
+    from transformers import AutoModelForCausalLM
+
+    if layout is None:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(path)
+    else:
+        loaded = zerostart.load(path, progress=False, **layout.options())
+    loaded.set_attn_implementation("eager")  # the default has no second derivatives
+    model, tokens = choose_parts(loaded, PARTS), next(batches(1))[0]
+    embedded = loaded.get_input_embeddings()(tokens).detach().requires_grad_()
+    loss = model(inputs_embeds=embedded, labels=tokens).loss
+    (gradient,) = torch.autograd.grad(loss, embedded, create_graph=True)
+    (second,) = torch.autograd.grad(gradient.square().sum(), embedded)
+    return second
+
+
+def test_gradients_through_shared_experts_have_gradients(folder: Path) -> None:
+    path = checkpoint("qwen3_moe", folder)
+    (wanted,) = run_ranks(second_derivatives, 1, path, None)
+    for found in run_ranks(second_derivatives, 2, path, Layout(stage=2, experts=2)):
+        torch.testing.assert_close(found, wanted, atol=1e-5 * wanted.abs().max().item(), rtol=0)

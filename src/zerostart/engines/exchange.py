@@ -200,7 +200,7 @@ class _Same(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _of_first(gradient, ctx.gradients), None, None
+        return _Same.apply(gradient, ctx.gradients, None), None, None  # type: ignore[no-untyped-call]
 
 
 def _of_first(rows: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
@@ -219,19 +219,14 @@ class _AllToAll(torch.autograd.Function):
         ctx: Any, rows: torch.Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup
     ) -> torch.Tensor:
         ctx.way_back = receive, send, group
-        return _all_to_all(rows, send, receive, group)
+        out = rows.new_empty((sum(receive), *rows.shape[1:]))
+        dist.all_to_all_single(out, rows.contiguous(), receive, send, group=group)
+        return out
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _all_to_all(gradient, *ctx.way_back), None, None, None
-
-
-def _all_to_all(
-    rows: torch.Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup
-) -> torch.Tensor:
-    out = rows.new_empty((sum(receive), *rows.shape[1:]))
-    dist.all_to_all_single(out, rows.contiguous(), receive, send, group=group)
-    return out
+        # By ``apply``, which has a gradient of its own (``create_graph=True``).
+        return _AllToAll.apply(gradient, *ctx.way_back), None, None, None  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager
