@@ -16,9 +16,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zerostart
-from tests.identity.parallel import ONLY_EXPERTS, Layout, Training, choose_parts, full_tensor
+from tests.identity.parallel import (
+    ONLY_EXPERTS,
+    Layout,
+    Training,
+    choose_parts,
+    full_tensor,
+    gather_gradients,
+)
 from tests.identity.test_parallel import MODELS
-from tests.parity import STEPS, Trace, batches, checkpoint, differences, train_in_one_process
+from tests.parity import STEPS, Trace, batches, checkpoint, differences, optimizer, train_in_one_process
 from tests.ranks import run_ranks
 from zerostart.errors import ConfigError, EngineError
 
@@ -323,6 +330,11 @@ def open_adapter(path: Path, adapter: Path, layout: Layout) -> dict[str, torch.T
     assert all(torch.equal(frozen[name], tensor) for name, tensor in adapters_of(model).items())
     with pytest.raises(ConfigError, match=r"use zerostart.save\(model, path, merge_adapters=True\)"):
         model.merge_adapter()
+    config.alpha_pattern = {"experts": 3}
+    with pytest.raises(ConfigError, match="ignore rank_pattern and alpha_pattern"):
+        zerostart.save(
+            get_peft_model(load(), config), adapter / "experts", adapters_only=True, per_expert=True
+        )
     with pytest.raises(ConfigError, match="per_expert=True is about adapters"):
         zerostart.save(model, adapter / "merged", merge_adapters=True, per_expert=True)
     return adapters_of(model)
@@ -395,20 +407,45 @@ def gradients_in_bfloat16(path: Path, layout: Layout | None) -> dict[str, torch.
     torch.manual_seed(0)
     model.add_adapter("second", config)
     model.set_adapter("second")
-    model(input_ids=tokens, labels=tokens).loss.backward()
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert all(parameter.dtype == torch.float32 for parameter in trained.values())
-    return {name: full_tensor(parameter.grad) for name, parameter in trained.items()}
+    if layout is None or layout.engine == "fsdp2":
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        return {name: full_tensor(parameter.grad) for name, parameter in trained.items()}
+    import deepspeed
+
+    settings = {**layout.config(), "bf16": {"enabled": True}}
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer(model), config=settings)
+    engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+    gradients = gather_gradients(model, layout.experts)
+    engine.destroy()
+    for name in gradients:
+        if ".experts." in name and "lora_B" in name:  # experts are the inner part of its columns
+            parts = [part.unflatten(1, (2, -1)) for part in gradients[name].chunk(layout.experts)]
+            gradients[name] = torch.cat(parts, 2).flatten(1)
+    return gradients
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_float32_adapters_of_a_bfloat16_model_have_averaged_gradients(world: int, folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("world", "layout"),
+    [
+        (2, FSDP2(experts=2)),
+        (2, Layout(stage=2, experts=2)),
+        pytest.param(4, FSDP2(experts=2), marks=pytest.mark.slow),
+        pytest.param(2, Layout(experts=2), marks=pytest.mark.slow),
+    ],
+)
+def test_float32_adapters_of_a_bfloat16_model_have_averaged_gradients(
+    world: int, layout: Layout, folder: Path
+) -> None:
     path = checkpoint("qwen3_moe", folder)
     (wanted,) = run_ranks(gradients_in_bfloat16, 1, path, None)
-    for found in run_ranks(gradients_in_bfloat16, world, path, FSDP2(experts=2)):
+    for found in run_ranks(gradients_in_bfloat16, world, path, layout):
         assert found.keys() == wanted.keys()
         for name, gradient in wanted.items():
-            torch.testing.assert_close(found[name], gradient, atol=0.1 * gradient.abs().max().item(), rtol=0)
+            torch.testing.assert_close(
+                found[name].float(), gradient, atol=0.1 * gradient.abs().max().item(), rtol=0
+            )
 
 
 def second_derivatives(path: Path, layout: Layout | None) -> torch.Tensor:

@@ -141,6 +141,15 @@ def _slice_loaded(
     state[f"{prefix}weight"] = own
 
 
+def keep_marks(original: Callable[[], object], model: nn.Module) -> None:
+    """Replace ``cast_adapter_dtype``: factors that it replaces keep the marks of their engine."""
+    factors = [(linear, linear.weight) for _, linear, _, _ in _find_factors(model)]
+    original()
+    for linear, before in factors:
+        if not isinstance(before, DTensor):  # whose attributes are its shard
+            vars(linear.weight).update(vars(before))
+
+
 def activate_factors(layer: Any, adapters: Sequence[str]) -> AbstractContextManager[None] | None:
     """Replace ``ParamWrapper._activate_lora`` for shared experts; return None for other layers.
 

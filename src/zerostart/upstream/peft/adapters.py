@@ -28,8 +28,8 @@ _INJECTED = Use(
 )
 _SIZES = Use(
     "peft.tuners.tuners_utils",
-    "_get_in_out_features(module)",
-    "a layer in shards computes with its whole weight",
+    "_get_in_out_features(module), cast_adapter_dtype(model, adapter_name)",
+    "a layer in shards computes with its whole weight, and adapters that are cast keep their marks",
 )
 _MERGED = Use(
     "peft.tuners.tuners_utils:BaseTunerLayer",
@@ -75,7 +75,7 @@ _OWN_BEGIN = ("gaussian", "eva", "orthogonal")
 Injecting = Callable[[Callable[[], object], nn.Module, bool, Sequence[str]], object]
 #: ``around(original, layer, name)`` for ``merge`` or ``unmerge`` of a layer.
 Merging = Callable[[Callable[[], object], object, str], object]
-#: ``around(original, model)`` for the creation of a prompt encoder in ``model``.
+#: ``around(original, model)`` for the creation of a prompt encoder in ``model``, or a cast of its adapters.
 Surrounding = Callable[[Callable[[], object], nn.Module], object]
 #: ``around(original, layer, adapter)`` for the factors of a layer around experts.
 Factoring = Callable[[Callable[[], object], Any, str], None]
@@ -97,8 +97,10 @@ class AdapterCalls(RefCountedPatches):
         reading: Reading,
         factoring: Factoring,
         activating: Activating,
+        casting: Surrounding,
     ) -> None:
         super().__init__(self._enter)
+        self._casting = casting
         self._factoring = factoring
         self._activating = activating
         self._surrounding = surrounding
@@ -133,6 +135,7 @@ class AdapterCalls(RefCountedPatches):
 
     def _wrap_layers(self, stack: ExitStack, module: ModuleType) -> None:
         wrap(stack, module, "_get_in_out_features", _measure, everywhere=True)
+        wrap(stack, module, "cast_adapter_dtype", self._cast, everywhere=True)
         wrap(stack, module.BaseTuner, "inject_adapter", functools.partial(self._inject, stack, module))
         wrap(stack, module.BaseTunerLayer, "enable_adapters", self._switch)
 
@@ -187,6 +190,9 @@ class AdapterCalls(RefCountedPatches):
     def _activate(self, original: Function, layer: Any, active_adapters: Sequence[str]) -> Any:
         adapters = [adapter for adapter in active_adapters if adapter in layer.lora_A]
         return self._activating(layer, adapters) or original(layer, active_adapters)
+
+    def _cast(self, original: Function, model: nn.Module, *args: Any, **kwargs: Any) -> None:
+        self._casting(functools.partial(original, model, *args, **kwargs), model)
 
     def _wrap_reading(self, stack: ExitStack, module: ModuleType) -> None:
         wrap(stack, module, "get_peft_model_state_dict", self._reading, everywhere=True)
