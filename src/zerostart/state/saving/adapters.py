@@ -205,6 +205,11 @@ def _describe_contents(
                 "rank holds that; use PEFT's save_pretrained on the gathered model"
             )
         chosen_shards[adapted.prefix + name] = shard
+    if written_as.per_expert and any(getattr(config, f"{key}_pattern", None) for key in ("rank", "alpha")):
+        raise ConfigError(
+            "engines scale all adapters by r and lora_alpha of the configuration, and ignore rank_pattern "
+            "and alpha_pattern; leave per_expert out, or use merge_adapters=True"
+        )
     contents = Contents()
     projections = _find_projections(adapted.model) if written_as.per_expert else {}
     # Scale only one factor of the product.
