@@ -319,7 +319,7 @@ def checkpointed_gradient(device: torch.device, offload: bool) -> float:
 
 
 def check_other_engine(path: Path, folder: Path, engine: str) -> Result:
-    """Load trained weights on both engines, and refit a model on the other."""
+    """Load trained weights on both engines."""
     import zerostart
 
     other_engine = "fsdp2" if engine == "deepspeed" else "deepspeed"
@@ -333,15 +333,6 @@ def check_other_engine(path: Path, folder: Path, engine: str) -> Result:
         loaded = zerostart.load(folder / "saved", engine=way, zero_stage=3, progress=False)
         if zerostart.digest(loaded) != expected:
             lines.append(f"saved weights loaded on {way}")
-    follower = zerostart.load(path, engine=other_engine, zero_stage=3, progress=False)
-    with zerostart.refit(runner, follower) as refitter:
-        refitter.push()
-        if zerostart.digest(follower) != expected:
-            lines.append(f"weights refitted to {other_engine}")
-        step(runner, optimizer, own_device(), 1)
-        refitter.push()
-    if zerostart.digest(follower) != zerostart.digest(runner):
-        lines.append("weights refitted after another step")
     return {"wrong": lines, "verified_tensors": zerostart.verify(folder / "saved").tensors}
 
 
