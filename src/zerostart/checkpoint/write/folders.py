@@ -33,7 +33,9 @@ def lock_directory(path: Path, timeout: float = LOCK_TIMEOUT_S) -> Iterator[bool
     while True:
         if hidden.is_symlink():
             raise WriteError(f"{hidden} is a link, which no save follows: remove it, and save again")
-        hidden.mkdir(exist_ok=True)
+        # Not exist_ok: it fails if the other save removes the folder meanwhile.
+        with contextlib.suppress(FileExistsError):
+            hidden.mkdir()
         try:
             handle = os.open(hidden / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         except FileNotFoundError:  # another save has just ended and removed the folder
