@@ -170,6 +170,18 @@ def test_other_values_are_refused(value: Any, message: str, tmp_path: Path) -> N
     assert "x.pt" in str(caught.value)
 
 
+def test_a_storage_of_two_dtypes_is_refused(tmp_path: Path) -> None:
+    """Torch would give both tensors the first dtype."""
+    path = tmp_path / "pytorch_model.bin"
+    torch.save({"a": torch.arange(5.0), "b": torch.arange(5).half()}, path)
+    raw = path.read_bytes()
+    second = b"X\x01\x00\x00\x001"  # the key of a storage in the pickle
+    assert raw.count(second) == 1
+    path.write_bytes(raw.replace(second, second[:-1] + b"0"))
+    with pytest.raises(CheckpointError, match=r"gives the storage '?0'? two dtypes"):
+        open_catalog(tmp_path)
+
+
 def test_harmless_values_are_ignored(tmp_path: Path) -> None:
     extra = [
         torch.Size((1, 2)),

@@ -147,6 +147,7 @@ class _Unpickler(_InPython):  # type: ignore[misc]
     def __init__(self, raw: bytes, weights: bool) -> None:
         super().__init__(io.BytesIO(raw))
         self._weights = weights
+        self._dtypes: dict[str, str] = {}
 
     def find_class(self, module: str, name: str) -> Global:
         name = f"{module}.{name}"
@@ -159,6 +160,8 @@ class _Unpickler(_InPython):  # type: ignore[misc]
         match pid:
             case ("storage", Global(name), str(key), str(), int()):
                 if dtype := _STORAGES.get(name.rpartition(".")[2].removesuffix("Storage")):
+                    if self._dtypes.setdefault(key, dtype) != dtype:  # torch uses the first one
+                        raise _Refused(f"gives the storage {shown(key)} two dtypes")
                     return StorageRecord(key, dtype)
         raise _Refused("refers to something outside it that is not a storage")
 
