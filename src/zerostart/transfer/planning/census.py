@@ -137,7 +137,7 @@ class _Census:
                 spans = cut_segments(self._tensors, copy, 0, to, self._options)
                 for _, offset, nbytes, part, count, _ in spans:
                     place = (self._number[rank], number[source], offset - base)
-                    rows.append((*place, nbytes, part[-1], count))
+                    rows.append((*place, nbytes, part.direct, count))
             for computation in plan_computations(self._tensors, to_compute, 0, self._options):
                 reads = computation.reads
                 staged = any(not read.direct for read in reads)

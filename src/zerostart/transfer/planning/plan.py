@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -38,8 +39,7 @@ class Destination:
         return self.numel * self.dtype.itemsize
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """Destination of some elements of a read."""
 
     #: Offset of the first element in the read, in bytes.
@@ -177,10 +177,8 @@ class PlanOptions:
         return gap <= self.gap_share * run or gap + run <= self.gap_floor
 
 
-#: ``dtype, target, to, loops, direct`` of a ``Part``.
-PartFields = tuple[torch.dtype, int, int, tuple[Loop, ...], bool]
 #: ``file, offset, nbytes, part, rows, stride`` of a ``Read`` with one part.
-Segment = tuple[int, int, int, PartFields, int, int]
+Segment = tuple[int, int, int, Part, int, int]
 
 
 def cut_segments(
@@ -209,7 +207,7 @@ def cut_segments(
             direct = destination.direct and dtype == destination.dtype and is_one_run(row)
             # A single row has stride 0, so it can merge with its neighbours.
             stride = rows[1] * width if rows is not None and count > 1 else 0
-            part = (dtype, target, place, loops, direct)
+            part = Part(0, dtype, target, place, loops, direct)
             yield entry.file, entry.offset + first * width, _span(loops) * width, part, count, stride
 
 
@@ -270,14 +268,14 @@ def _split_bounded(
 def merge_reads(found_segments: Iterable[Segment], options: PlanOptions) -> Iterator[Read]:
     """Merge segments that are close in a file into reads."""
     ordered = sorted(found_segments, key=_sort_key)
-    columns = ((file, at, size, part[-1], rows) for file, at, size, part, rows, _ in ordered)
+    columns = ((file, at, size, part.direct, rows) for file, at, size, part, rows, _ in ordered)
     starts = [*find_starts(columns, options), len(ordered)]
     return (_make_read(ordered[first:stop]) for first, stop in pairwise(starts))
 
 
 def _sort_key(segment: Segment) -> tuple[int, int, int, bool]:
     # A total order, so that reads do not depend on the order of tensors.
-    return (*segment[:3], segment[3][-1])
+    return (*segment[:3], segment[3].direct)
 
 
 def find_starts(columns: Iterable[tuple[int, int, int, bool, int]], options: PlanOptions) -> Iterator[int]:
@@ -308,7 +306,7 @@ def find_starts(columns: Iterable[tuple[int, int, int, bool, int]], options: Pla
 
 
 def _make_read(group: Sequence[Segment]) -> Read:
-    file, begin, _, (*_, direct), rows, stride = group[0]
+    file, begin, _, first, rows, stride = group[0]
     end = max(offset + nbytes for _, offset, nbytes, _, _, _ in group)
-    parts = tuple(Part(offset - begin, *part) for _, offset, _, part, _, _ in group)
-    return Read(file, begin, end - begin, parts, direct, rows, stride)
+    parts = tuple(part._replace(at=offset - begin) for _, offset, _, part, _, _ in group)
+    return Read(file, begin, end - begin, parts, first.direct, rows, stride)

@@ -7,7 +7,7 @@ file. The elements that a rank has in one window are one write.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
@@ -193,7 +193,7 @@ def _make_write(name: str, dtype: torch.dtype, begin: int, parts: list[Part]) ->
     # Cut to the rank's first and last element; other ranks write the rest.
     low = min(part.at for part in parts)
     high = max(part.at + part.nbytes for part in parts)
-    shifted = tuple(replace(part, at=part.at - low) for part in parts)
+    shifted = tuple(part._replace(at=part.at - low) for part in parts)
     count = sum(prod(size for size, _, _ in part.loops) for part in parts)
     return Write(name, dtype, begin + low // width, (high - low) // width, count, shifted)
 
