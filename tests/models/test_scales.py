@@ -5,12 +5,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 import zerostart
 from tests.conformance.diffusion_suite import family, small_converters, write_original
 from zerostart.errors import ConversionError, CoverageError
+from zerostart.recipe import scales
 
 FLOAT8 = torch.float8_e4m3fn
 State = dict[str, torch.Tensor]
@@ -24,6 +27,11 @@ def quantised() -> State:
     torch.manual_seed(0)
     state = layers().state_dict()
     return {name: tensor.to(FLOAT8) if "weight" in name else tensor for name, tensor in state.items()}
+
+
+@given(st.from_regex(scales._OF_WEIGHT, fullmatch=True) | st.from_regex(scales._OF_TENSOR, fullmatch=True))
+def test_no_name_of_a_quantised_tensor_is_skipped(name: str) -> None:
+    assert scales._MAY_QUANTISE.search(name)
 
 
 @pytest.mark.parametrize("strict", [True, False])

@@ -20,7 +20,7 @@ _OF_WEIGHT = re.compile(
     rf"(.*\.)?({'|'.join((*_SCALES, *_HINTS))}|weight_scale_inv|weight_scale_2|weight_zero_point|weight_[gv]"
     r"|qzeros|scales|SCB|g_idx)"
 )
-#: What the names of all of these have in common; most tensors of a checkpoint are none of them.
+#: Each name that the patterns match has one of these words. Most names have none, and are skipped.
 _MAY_QUANTISE = re.compile("scale|quant|zero|weight_[gv]|SCB|g_idx|absmax")
 _OF_TENSOR = re.compile(r"(.+?)(_scale|_scale_inv|_zero_point|\.absmax|\.quant_map|\.quant_state\..+)")
 
