@@ -60,12 +60,13 @@ def inject_adapter(
     loaded = list(find_loaded_models(model)) or list(find_surrounding_loads(model))
     # Identify parameters by id: PEFT wraps layers, which changes names.
     parts = [(part, {id(p) for p in part.parameters()}) for part in loaded]
-    try:
-        result = original()
-    except RuntimeError as error:
-        if has_units and "DTensor" in str(error):  # torch cannot mix DTensors with plain tensors
-            raise ConfigError(refusal) from error
-        raise
+    with current_world().phase("adding an adapter") if loaded else contextlib.nullcontext():
+        try:
+            result = original()
+        except RuntimeError as error:
+            if has_units and "DTensor" in str(error):  # torch cannot mix DTensors with plain tensors
+                raise ConfigError(refusal) from error
+            raise
     for part, before in parts:
         factors = {id(p) for p in adopt_factors(part, before)}
         added = [p for p in part.parameters() if id(p) not in before and id(p) not in factors]
