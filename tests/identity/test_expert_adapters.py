@@ -390,8 +390,11 @@ def losses_of_experts(path: Path, layout: Layout) -> list[float]:
     return trace.losses
 
 
-def gradients_in_bfloat16(path: Path, layout: Layout | None) -> dict[str, torch.Tensor]:
-    """Return gradients of a second adapter; PEFT adds it frozen, and keeps adapters in float32."""
+def gradients_in_bfloat16(path: Path, layout: Layout | None, change: bool = False) -> dict[str, torch.Tensor]:
+    """Return the gradients of a second adapter, which PEFT adds frozen and keeps in float32.
+
+    With ``change``, factors of experts change between the forward and the backward.
+    """
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
@@ -410,7 +413,12 @@ def gradients_in_bfloat16(path: Path, layout: Layout | None) -> dict[str, torch.
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert all(parameter.dtype == torch.float32 for parameter in trained.values())
     if layout is None or layout.engine == "fsdp2":
-        model(input_ids=tokens, labels=tokens).loss.backward()
+        loss = model(input_ids=tokens, labels=tokens).loss
+        with torch.no_grad():
+            for name, parameter in trained.items() if change else ():
+                if ".experts." in name:
+                    parameter.mul_(30)
+        loss.backward()
         return {name: full_tensor(parameter.grad) for name, parameter in trained.items()}
     import deepspeed
 
@@ -427,20 +435,21 @@ def gradients_in_bfloat16(path: Path, layout: Layout | None) -> dict[str, torch.
 
 
 @pytest.mark.parametrize(
-    ("world", "layout"),
+    ("world", "layout", "change"),
     [
-        (2, FSDP2(experts=2)),
-        (2, Layout(stage=2, experts=2)),
-        pytest.param(4, FSDP2(experts=2), marks=pytest.mark.slow),
-        pytest.param(2, Layout(experts=2), marks=pytest.mark.slow),
+        (2, FSDP2(experts=2), False),
+        (2, FSDP2(experts=2), True),
+        (2, Layout(stage=2, experts=2), False),
+        pytest.param(4, FSDP2(experts=2), False, marks=pytest.mark.slow),
+        pytest.param(2, Layout(experts=2), False, marks=pytest.mark.slow),
     ],
 )
 def test_float32_adapters_of_a_bfloat16_model_have_averaged_gradients(
-    world: int, layout: Layout, folder: Path
+    world: int, layout: Layout, change: bool, folder: Path
 ) -> None:
     path = checkpoint("qwen3_moe", folder)
-    (wanted,) = run_ranks(gradients_in_bfloat16, 1, path, None)
-    for found in run_ranks(gradients_in_bfloat16, world, path, layout):
+    (wanted,) = run_ranks(gradients_in_bfloat16, 1, path, None, change)
+    for found in run_ranks(gradients_in_bfloat16, world, path, layout, change):
         assert found.keys() == wanted.keys()
         for name, gradient in wanted.items():
             torch.testing.assert_close(

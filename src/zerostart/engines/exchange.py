@@ -24,6 +24,8 @@ from zerostart.geometry.layout import Parallelism
 from zerostart.upstream.torch.tensors import has_saving_hooks
 
 _SHARED = "_zerostart_shared_experts"
+#: ``alpha * left @ right`` for each expert: left [experts, rows, r], right [experts, r, columns], alpha.
+Product = tuple[torch.Tensor, torch.Tensor, float]
 
 
 @dataclass(frozen=True)
@@ -34,8 +36,8 @@ class SharedExperts:
     counts: Sequence[int]
     #: This rank's number in the group.
     rank: int
-    #: By parameter name: a function from the local parameter to the tensor of the forward (adds adapters).
-    changes: dict[str, Callable[[torch.Tensor], torch.Tensor]] = field(default_factory=dict)
+    #: By parameter name: a function that returns the products that a forward adds to the local parameter.
+    added: dict[str, Callable[[], list[Product]]] = field(default_factory=dict)
 
     def bounds(self, rank: int) -> tuple[int, int]:
         """Return the index of the first expert of ``rank``, and the index after its last."""
@@ -200,7 +202,8 @@ class _Same(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _Same.apply(gradient, ctx.gradients, None), None, None  # type: ignore[no-untyped-call]
+        same: Callable[..., torch.Tensor] = _Same.apply
+        return same(gradient, ctx.gradients, None), None, None
 
 
 def _of_first(rows: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
@@ -225,23 +228,25 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        # By ``apply``, which has a gradient of its own (``create_graph=True``).
-        return _AllToAll.apply(gradient, *ctx.way_back), None, None, None  # type: ignore[no-untyped-call]
+        # Autograd also follows ``apply``, for ``create_graph=True``.
+        travel: Callable[..., torch.Tensor] = _AllToAll.apply
+        return travel(gradient, *ctx.way_back), None, None, None
 
 
 @contextlib.contextmanager
 def local_parameters(module: nn.Module) -> Iterator[None]:
     """Let ``module`` see local tensors instead of DTensors inside the block, adapters added."""
-    changes = dict(shared.changes) if (shared := shared_experts(module)) else {}
+    shared = shared_experts(module)
+    products = {name: make() for name, make in shared.added.items()} if shared else {}
     tensors: dict[str, Any] = {}
     for name, parameter in module._parameters.items():
         local = _local(parameter)
-        if local is not parameter or name in changes:
-            tensors[name] = changes[name](local) if name in changes else local
+        if local is not parameter or name in products:
+            tensors[name] = _add(local, products.get(name, ()))
     # Python finds plain attributes before parameters. Engines need the parameters unchanged in the forward.
     vars(module).update(tensors)
     # Hooks from outside, such as gradient checkpointing's, already decide what the backward keeps.
-    hooks = None if has_saving_hooks() else _recompute(module, changes, tensors)
+    hooks = None if has_saving_hooks() else _recompute(module, products, tensors)
     try:
         with hooks or contextlib.nullcontext():
             yield
@@ -254,14 +259,24 @@ def _local(parameter: Any) -> Any:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def _recompute(
-    module: nn.Module, changes: Mapping[str, Callable[[torch.Tensor], torch.Tensor]], tensors: dict[str, Any]
-) -> AbstractContextManager[None] | None:
-    """Return hooks that save the name of a changed tensor, and compute it again in the backward.
+def _add(weight: Any, products: Sequence[Product]) -> Any:
+    # Like PEFT, compute in the dtype of the weight.
+    for left, right, alpha in products:
+        with torch.autocast(weight.device.type, enabled=False):
+            weight = torch.baddbmm(weight, left, right, alpha=alpha)
+    return weight
 
-    Otherwise autograd would keep a second copy of every layer's experts.
+
+def _recompute(
+    module: nn.Module, products: Mapping[str, Sequence[Product]], tensors: dict[str, Any]
+) -> AbstractContextManager[None] | None:
+    """Return hooks that save the name of a tensor with adapters, and compute it again in the backward.
+
+    Otherwise autograd would keep a second copy of every layer's experts. The factors are those of the
+    forward: a step, or a change of the active adapter, may come before the backward.
     """
-    names = {tensors[name].untyped_storage().data_ptr(): name for name in changes if tensors[name].numel()}
+    names = {tensors[name].untyped_storage().data_ptr(): name for name in products if tensors[name].numel()}
+    factors = {name: [(a.detach(), b.detach(), alpha) for a, b, alpha in products[name]] for name in products}
     again: dict[str, torch.Tensor] = {}
 
     def pack(tensor: torch.Tensor) -> Any:
@@ -277,11 +292,11 @@ def _recompute(
         name, *place = saved
         if name not in again:
             with torch.no_grad():
-                again[name] = changes[name](_local(module._parameters[name]))
+                again[name] = _add(_local(module._parameters[name]), factors[name])
         return again[name].as_strided(*place)
 
-    for name in changes:
+    for name in products:
         if tensors[name].requires_grad:
             # A gradient is complete only after the last use of its tensor: free the copies then.
             tensors[name].register_hook(lambda _: again.clear())
-    return torch.autograd.graph.saved_tensors_hooks(pack, unpack) if changes else None
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack) if products else None

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from zerostart.distributed.world import current_world
-from zerostart.engines.exchange import SharedExperts, local_parameters, shared_experts
+from zerostart.engines.exchange import Product, SharedExperts, local_parameters, shared_experts
 from zerostart.engines.shard import full_shape, plain_name
 from zerostart.errors import ConfigError
 from zerostart.geometry.layout import Ranges
@@ -157,29 +157,27 @@ def activate_factors(layer: Any, adapters: Sequence[str]) -> AbstractContextMana
     the engine has not gathered the weights.
     """
     shared = shared_experts(layer.get_base_layer())
-    return None if shared is None else _changing(shared, layer, adapters)
+    return None if shared is None else _adding(shared, layer, adapters)
 
 
 @contextlib.contextmanager
-def _changing(shared: SharedExperts, layer: Any, adapters: Sequence[str]) -> Iterator[None]:
-    shared.changes[layer.parameter_name] = functools.partial(_add_adapters, layer, adapters)
+def _adding(shared: SharedExperts, layer: Any, adapters: Sequence[str]) -> Iterator[None]:
+    shared.added[layer.parameter_name] = functools.partial(_products, layer, adapters)
     try:
         yield
     finally:
-        del shared.changes[layer.parameter_name]
+        del shared.added[layer.parameter_name]
 
 
-def _add_adapters(layer: Any, adapters: Sequence[str], weight: torch.Tensor) -> torch.Tensor:
+def _products(layer: Any, adapters: Sequence[str]) -> list[Product]:
+    products = []
     for adapter in adapters:
         factors = layer.lora_A[adapter], layer.lora_B[adapter]
         with local_parameters(factors[0]), local_parameters(factors[1]):
             for factor in factors:
                 _average_gradient(factor)
-            lhs, rhs, scaling = layer.get_delta_factors(adapter)
-            # Like PEFT, compute the product in the dtype of the weight.
-            with torch.autocast(weight.device.type, enabled=False):
-                weight = torch.baddbmm(weight, lhs, rhs, alpha=scaling)
-    return weight
+            products.append(layer.get_delta_factors(adapter))
+    return products
 
 
 def _average_gradient(factor: Any) -> None:
