@@ -68,7 +68,8 @@ def test_diffusion_runs_equal_the_host(
     }
     words = [f"{name}={value}" for name, value in values.items()]
     for name in ("host", "out"):
-        options_of_run = [*words, f"output.directory={name}", "--nproc", str(ranks)]
+        folders = f"output.directory={name}", f"cache.directory={name}/cache"
+        options_of_run = [*words, *folders, "--nproc", str(ranks)]
         for command in ("cache", "train"):
             operators = start(tmp_path, command, "run.yaml", *options_of_run, accelerator=name == "out")
             assert (operators > 0) == (name == "out")

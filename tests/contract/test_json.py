@@ -74,7 +74,7 @@ def test_load_json(engine: str, tmp_path: Path) -> None:
     assert all(rank["peak_host_bytes"] > 0 for rank in forecast)
     for number, rank in enumerate(report["ranks"]):
         assert rank["rank"] == number
-        assert rank["seconds"].keys() == {"plan", "build", "read", "total"}
+        assert rank["seconds"].keys() == {"plan", "compile", "build", "read", "total"}
     assert report["verified"] is True
     assert report["missing"] == report["unexpected"] == report["mismatched"] == []
     assert report["seconds"] >= max(rank["seconds"]["read"] for rank in report["ranks"])

@@ -60,4 +60,4 @@ def main(jobs: dict[str, Callable[[], object]]) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main({"whole": save_and_resume, "cut": save_after_cut, "differ": load})
+    main({"whole": save_and_resume, "cut": save_after_cut})

@@ -22,6 +22,10 @@ SUBSTITUTIONS: Mapping[str, str] = {
     'pip install ".[deepspeed]"': f"pip install {DRY_RUN} '{REPOSITORY}[deepspeed]'",
     "make demo": f"make -C {REPOSITORY} -o .venv/installed demo ENGINE=fsdp2 OUT=$PWD/demo",
     "make test": f"make -C {REPOSITORY} -o .venv/installed -n test",
+    # The script sets up no engine.
+    "torchrun --nproc-per-node 8 -m zerostart SCRIPT ARGS": (
+        "torchrun --standalone --nproc-per-node 2 -m zerostart --engine fsdp2 SCRIPT"
+    ),
     # Few ranks, for small machines.
     "torchrun --nproc-per-node 8": "torchrun --standalone --nproc-per-node 2",
     "--nproc 8": "--nproc 2",
@@ -52,6 +56,7 @@ task: {name: "tests.training.language:CausalLanguage", source: text.txt, sequenc
 train: {steps: 2, batch_size: 1}
 output: {directory: trained, overwrite: true}
 """
+TEXT = "the quick brown fox jumps over the lazy dog\n" * 50
 LOAD_SCRIPT = """\
 import os
 import torch.distributed as dist
@@ -142,7 +147,7 @@ SESSIONS = (
     Session(
         "docs/adoption.md",
         CHECKPOINT,
-        {"SCRIPT": LOAD_SCRIPT, "script.py": LOAD_SCRIPT, "ds_config_zero3.json": "{}"},
+        {"SCRIPT": LOAD_SCRIPT, "script.py": LOAD_SCRIPT, "zero3.yaml": ZERO_THREE},
     ),
     Session(
         "docs/cache.md",
@@ -153,14 +158,13 @@ SESSIONS = (
     Session(
         "docs/flow-matching.md",
         CHECKPOINT,
-        {"run.yaml": TRAIN_CONFIG, "run.accelerate.yaml": ZERO_THREE},
+        {"run.yaml": TRAIN_CONFIG, "text.txt": TEXT},
     ),
     Session("docs/examples.md", files={"nodes.py": NODES}),
     Session("docs/forecast.md", MIXTURE),
     Session("docs/why.md", MIXTURE),
     Session("docs/parallelism.md", MIXTURE),
-    Session("docs/parallelism.md", MIXTURE),
-    Session("docs/training.md", CHECKPOINT, {"CONFIG.yaml": TRAIN_CONFIG}),
+    Session("docs/training.md", CHECKPOINT, {"CONFIG.yaml": TRAIN_CONFIG, "text.txt": TEXT}),
     Session("docs/saving.md", {**CHECKPOINT, **QWEN}, {}, SAVE_COMMANDS),
     Session(
         "docs/quickstart.md",

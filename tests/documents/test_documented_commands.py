@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.documents.blocks import Block, blocks_of, pages
+from tests.documents.blocks import REPOSITORY, Block, blocks_of, pages
 from tests.documents.folders import make_folders
 from tests.documents.sessions import SESSIONS, SUBSTITUTIONS, Session, session_of
 from tests.processes import run_command
@@ -66,6 +66,14 @@ def run(command: str, folder: Path, place: str, code: int = 0) -> None:
     environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     name = f"{place}: {command}"
     print(name)
-    output = run_command(["bash", "-ec", command], folder, environment, seconds=SECONDS, name=name, code=code)
+    output = run_command(
+        ["bash", "-ec", command],
+        folder,
+        environment,
+        paths=[REPOSITORY],  # the tasks of configurations are classes of the tests
+        seconds=SECONDS,
+        name=name,
+        code=code,
+    )
     if re.search(r" (-m|--module) zerostart ", command) and not code:
         assert "loaded in shards" in output, f"{name}\n{output[-4000:]}"

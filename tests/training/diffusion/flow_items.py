@@ -264,7 +264,8 @@ def train_model(model: torch.nn.Module, values: dict, family: str, steps: list) 
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": decay},
         {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, lr=values["train"]["learning_rate"])
+    arguments = values["train"].get("optimizer_args", {})
+    optimizer = torch.optim.AdamW(groups, lr=values["train"]["learning_rate"], **arguments)
     items = torch.load(values["task"]["path"])
     losses = []
     for step in steps:

@@ -21,6 +21,8 @@ from tests.training.diffusion.flow_pipelines import PIPELINES, draw_with_pipelin
 
 #: Error that the runner promises in fp32, relative to a loss or to the norm of a weight.
 RTOL = 1e-5
+#: AdamW's own 1e-8 turns the rounding of a gradient that is nearly zero into a full step.
+EPS = {"eps": 1e-6}
 #: A bias of attention keys, which has no effect on the softmax: AdamW turns the rounding in its gradient into
 #: full steps.
 KEY_BIAS = "token_refiner.refiner_blocks.0.attn.to_k.bias"
@@ -108,7 +110,14 @@ def test_fsdp2_with_held_out_examples(tmp_path):
 @pytest.mark.parametrize(("family", "engine", "stage", "blocks"), CASES)
 def test_every_family_equals_one_process(family, engine, stage, blocks, tmp_path):
     values = make_config(
-        tmp_path, family, engine, stage, steps=30, weight_decay=0.1, checkpoint_blocks=blocks
+        tmp_path,
+        family,
+        engine,
+        stage,
+        steps=30,
+        weight_decay=0.1,
+        checkpoint_blocks=blocks,
+        optimizer_args=EPS,
     )
     check_run(values, family, 2)
 
@@ -185,7 +194,9 @@ def test_replicas_except_for_rounding_in_gradients(tmp_path):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_run_resumes_on_other_ranks(family, engine, stage, ranks, tmp_path):
     """The run fails after step 17 of 30, and resumes from step 15."""
-    values = make_config(tmp_path, family, engine, stage, steps=30, batch_size=3, weight_decay=0.1)
+    values = make_config(
+        tmp_path, family, engine, stage, steps=30, batch_size=3, weight_decay=0.1, optimizer_args=EPS
+    )
     values |= {"checkpoint": {"every": 15}, "resume": "auto"}
     first = run_ranks(run_and_record, 2, values, 17, timeout=280)
     values["train"]["batch_size"] = 6 // ranks

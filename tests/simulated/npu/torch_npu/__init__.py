@@ -315,3 +315,8 @@ def _flash_backward(gradient: Any, *rest_of_arguments: Any, scale: float | None 
 def npu_fusion_attention(*_: Any, **__: Any) -> Any:
     """Imported by transformers, and called only for flash attention."""
     raise NotImplementedError("this device has no kernels of its own")
+
+
+def npu_rms_norm(x: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-6) -> tuple[torch.Tensor, None]:
+    """Called by diffusers, which takes the first of the two results."""
+    return torch.nn.functional.rms_norm(x, gamma.shape, gamma, epsilon), None

@@ -433,6 +433,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_local_scalar_dense", &local_scalar);
   m.impl("record_stream", &record_stream);
   m.impl("_has_compatible_shallow_copy_type", &may_replace);
+  // Torch's general one cannot read channels_last, which convolutions of some processors return.
+  m.impl("native_group_norm", torch::CppFunction::makeFromBoxedFunction<&run>());
   m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution>());
   m.impl("convolution_backward_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution_backward>());
 }
