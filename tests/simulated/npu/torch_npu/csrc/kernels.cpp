@@ -215,8 +215,6 @@ struct Call {
     any = true;
     // Without elements it may be what the result is to be written into, of whatever size.
     Tensor made = tensor.numel() ? host_view(tensor) : at::empty_strided(tensor.sizes(), tensor.strides(), tensor.scalar_type());
-    if (tensor.is_conj()) made._set_conj(true);
-    if (tensor.is_neg()) made._set_neg(true);
     pairs.emplace_back(tensor, made);
     return made;
   }
@@ -247,8 +245,12 @@ struct Call {
     for (auto& [ours, own] : pairs)
       if (own.is_same(result)) return ours;
     for (auto& [ours, own] : pairs)
-      if (result.numel() && is_ours(ours) && own.storage().data() == result.storage().data())
-        return over(ours, result.sizes(), result.strides(), result.storage_offset(), result.dtype());
+      if (result.numel() && is_ours(ours) && own.storage().data() == result.storage().data()) {
+        Tensor view = over(ours, result.sizes(), result.strides(), result.storage_offset(), result.dtype());
+        view._set_conj(result.is_conj());
+        view._set_neg(result.is_neg());
+        return view;
+      }
     c10::DeviceGuard guard(c10::Device(kKind, device));
     Tensor dense = result.is_non_overlapping_and_dense() ? result : result.contiguous();
     Tensor made = empty_strided(

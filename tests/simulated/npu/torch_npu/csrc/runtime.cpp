@@ -612,6 +612,8 @@ at::Tensor host_view(const at::Tensor& tensor) {
   auto made = at::detail::make_tensor<c10::TensorImpl>(
       std::move(opened_storage), c10::DispatchKeySet(c10::DispatchKey::CPU), tensor.dtype());
   made.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides(), tensor.storage_offset());
+  made._set_conj(tensor.is_conj());
+  made._set_neg(tensor.is_neg());
   return made;
 }
 
