@@ -27,7 +27,7 @@ from tests.identity.parallel import (
 from tests.identity.test_parallel import MODELS
 from tests.parity import STEPS, Trace, batches, checkpoint, differences, optimizer, train_in_one_process
 from tests.ranks import run_ranks
-from zerostart.errors import ConfigError, EngineError
+from zerostart.errors import ConfigError, EngineError, ZerostartError
 
 PARTS = "expert adapters"
 #: Number of experts, and Mixtral's names of the projections.
@@ -320,6 +320,11 @@ def open_adapter(path: Path, adapter: Path, layout: Layout) -> dict[str, torch.T
     ):
         with pytest.raises((ConfigError, ValueError), match=said):
             get_peft_model(load(), LoraConfig(**{"target_modules": [], **options}))
+    config = LoraConfig(
+        target_modules=[], target_parameters=["experts.down_proj"], lora_bias=dist.get_rank() == 1
+    )
+    with pytest.raises(ZerostartError, match=r"rank 1.*lora_bias"):  # on every rank
+        get_peft_model(load(), config)
     config = LoraConfig(target_modules=[], target_parameters=["experts.down_proj"])
     with pytest.raises(ConfigError, match="use low_cpu_mem_usage=False"):
         get_peft_model(load(), config, low_cpu_mem_usage=True)

@@ -8,18 +8,20 @@ record there that they have begun.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import weakref
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
 
-from zerostart.distributed.failures import await_ranks, name_ranks
+from zerostart.distributed.failures import await_ranks, name_ranks, pickle_error, restore_error
 from zerostart.distributed.world import current_world
-from zerostart.errors import ConfigError
+from zerostart.errors import ConfigError, ZerostartError
 from zerostart.upstream.torch.process_group import group_timeout, store_of
 
 _ALONE, _TOGETHER = "alone", "together"
@@ -135,6 +137,22 @@ def _current_calls() -> _Calls | None:
     return _calls[group]
 
 
+@contextlib.contextmanager
+def library_call(name: str) -> Iterator[None]:
+    """Call a library on every rank inside, and raise the error of one rank on all.
+
+    If all ranks failed alike, the error is the library's own.
+    """
+    try:
+        with current_world().phase(name):
+            yield
+    except ZerostartError as agreed:
+        own = agreed.__cause__
+        if isinstance(own, Exception) and str(agreed) == str(restore_error(pickle_error(own), None)):
+            raise own from own.__cause__
+        raise
+
+
 def barrier(call: str) -> None:
     """Wait until every rank makes ``call``, which loads a model in shards.
 
@@ -148,11 +166,9 @@ def barrier(call: str) -> None:
 def announce_local_save(directory: str | os.PathLike[str]) -> None:
     """Announce that this rank saves a given state dict without the others; never waits."""
     calls = _current_calls()
-    if calls is None:
-        return
-    if calls.rank == 0:
+    if calls is not None and calls.rank == 0:
         calls.announce(_ALONE, os.fspath(directory))
-    else:
+    elif calls is not None:
         calls.own[os.fspath(directory)] += 1
 
 

@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 from zerostart import engines
-from zerostart.distributed.failures import pickle_error, restore_error
-from zerostart.distributed.world import current_world
-from zerostart.errors import ConfigError, ZerostartError
+from zerostart.errors import ConfigError
+from zerostart.integrations.barrier import library_call
 from zerostart.integrations.engine_setup import EngineSetup
 from zerostart.live.model import get_record
 from zerostart.loading.request import Request
@@ -82,18 +81,9 @@ class InterceptedLoad:
         with engines.suspended_contexts(), self._log:
             yield
 
-    @contextlib.contextmanager
-    def agreeing(self) -> Iterator[None]:
+    def agreeing(self) -> AbstractContextManager[None]:
         """Raise an error of one rank on all ranks, for the whole call."""
-        try:
-            with current_world().phase(self.function):
-                yield
-        except ZerostartError as agreed:
-            # If all ranks failed alike, raise the library's error.
-            own = agreed.__cause__
-            if isinstance(own, Exception) and str(agreed) == str(restore_error(pickle_error(own), None)):
-                raise own from own.__cause__
-            raise
+        return library_call(self.function)
 
     def _load(self, source: Source, built: Built, converter: Converter, ignore_mismatched: bool) -> Findings:
         obstacle = library_of(built.model).attention(built.model).obstacle

@@ -15,7 +15,7 @@ from zerostart.distributed.world import current_world
 from zerostart.engines import Shard, engine_families
 from zerostart.engines.exchange import shared_experts
 from zerostart.errors import ConfigError
-from zerostart.integrations.barrier import barrier
+from zerostart.integrations.barrier import barrier, library_call
 from zerostart.integrations.expert_adapters import adopt_factors
 from zerostart.live.full_tensors import gather_tensor
 from zerostart.live.model import (
@@ -60,7 +60,7 @@ def inject_adapter(
     loaded = list(find_loaded_models(model)) or list(find_surrounding_loads(model))
     # Identify parameters by id: PEFT wraps layers, which changes names.
     parts = [(part, {id(p) for p in part.parameters()}) for part in loaded]
-    with current_world().phase("adding an adapter") if loaded else contextlib.nullcontext():
+    with library_call("adding an adapter") if loaded else contextlib.nullcontext():
         try:
             result = original()
         except RuntimeError as error:
