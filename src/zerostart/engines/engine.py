@@ -41,7 +41,10 @@ class MasterReader(Protocol):
         ...
 
     def read_runs(self, outputs: Sequence[tuple[str, int, torch.Tensor]]) -> None:
-        """Fill each 1-D tensor with a run of this rank's local tensor, from an element on."""
+        """Fill each 1-D tensor with elements of this rank's local tensor.
+
+        An output has the parameter's name and the index of the first element.
+        """
         ...
 
 
@@ -169,7 +172,10 @@ class Engine(abc.ABC):
 
     @property
     def adopted_dtype(self) -> torch.dtype | None:
-        """Dtype of parameters in a script set up for this engine; None: as the script asks."""
+        """Dtype of parameters in a script set up for this engine, or None.
+
+        With None the script's dtype is used.
+        """
         return self.parameter_dtype
 
     @property
@@ -274,7 +280,7 @@ class Engine(abc.ABC):
 
     @classmethod
     def reshard_units(cls, model: nn.Module) -> None:
-        """Put the shards of ``model`` back in place of the copies that a forward gathered.
+        """Replace gathered parameters of ``model`` by its shards.
 
         Not collective. Engines whose parameters remain the same objects need nothing.
         """
@@ -367,7 +373,7 @@ class Engine(abc.ABC):
     def shard_added(self, model: nn.Module, mixed_precision: str) -> None:
         """Shard parameters added to a loaded model, such as adapters, before training.
 
-        All ranks call it alike. Engines that accept new parameters then need nothing.
+        All ranks call it. Engines that accept new parameters before training need nothing.
         """
 
     def synchronize_added(self, model: nn.Module, added: Sequence[nn.Parameter]) -> None:
@@ -377,11 +383,11 @@ class Engine(abc.ABC):
         """
 
     def adopt_expert(
-        self, parameter: nn.Parameter, like: nn.Parameter, cut: Ranges, shape: tuple[int, ...]
+        self, parameter: nn.Parameter, like: nn.Parameter, ranges: Ranges, shape: tuple[int, ...]
     ) -> nn.Parameter:
         """Return the added ``parameter`` of this rank's experts, trained like their weight ``like``.
 
-        ``cut`` cuts the parameter of all experts, of ``shape``. Collective.
+        ``ranges`` are the parts of each rank in the parameter of all experts, of ``shape``. Collective.
         """
         raise EngineError(f"{self.title} cannot train adapters of experts that ranks share")
 

@@ -36,11 +36,11 @@ class SharedExperts:
     counts: Sequence[int]
     #: This rank's number in the group.
     rank: int
-    #: By parameter name: a function that returns the products that a forward adds to the local parameter.
+    #: Function by parameter name. It returns the products that the forward adds to the local parameter.
     added: dict[str, Callable[[], list[Product]]] = field(default_factory=dict)
 
     def bounds(self, rank: int) -> tuple[int, int]:
-        """Return the index of the first expert of ``rank``, and the index after its last."""
+        """Return the index of ``rank``'s first expert, and the index after its last."""
         first = sum(self.counts[:rank])
         return first, first + self.counts[rank]
 
@@ -51,7 +51,7 @@ def shared_experts(module: nn.Module) -> SharedExperts | None:
 
 
 def expert_modules(model: nn.Module, parallelism: Parallelism) -> dict[nn.Module, dict[str, str]]:
-    """Map each module with experts to the local and full names of its cut parameters."""
+    """Return the expert parameters of each module: full names by local names."""
     modules: dict[nn.Module, dict[str, str]] = {}
     for prefix, module in model.named_modules():
         own = {
@@ -69,37 +69,36 @@ def exchange_tokens(
     group: dist.ProcessGroup,
     counts: Sequence[int],
     copies: int = 1,
-    alike: dist.ProcessGroup | None = None,
+    tensor_group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Make ``experts``, with this rank's experts, serve the tokens of all ranks of ``group``.
+    """Run this rank's ``experts`` on the tokens of all ranks of ``group``.
 
-    ``counts`` is the number of experts of each rank. Ranks that share tensors send the same tokens. ``alike``
-    is their group: all use the results and gradients of its first rank, since other ranks may round
-    differently. ``copies`` divides the gradients of the experts: the number of such ranks, or 1 if the engine
-    divides.
+    ``counts`` is the number of experts of each rank. The ranks of ``tensor_group``, a tensor-parallel group,
+    send the same tokens. All use the results and gradients of its first rank, since other ranks may round
+    differently. ``copies`` divides the gradients of the experts: it is the size of that group, or 1 if the
+    engine divides.
     """
     module: Any = experts
     own_forward = module.forward
-    run = functools.partial(_run, own_forward) if copies == 1 else _dividing(own_forward, copies)
+    run = functools.partial(_run, own_forward) if copies == 1 else _divide_gradients(own_forward, copies)
     rank, size = dist.get_rank(group), len(counts)
     module.num_experts = counts[rank]
     vars(module)[_SHARED] = SharedExperts(counts, rank)
-    owner = torch.repeat_interleave(torch.arange(size, device="cpu"), torch.tensor(counts, device="cpu"))
-    # Index of each rank's first expert, to convert expert numbers into the owner's local numbers.
-    first = torch.tensor([0, *accumulate(counts)][:size], device="cpu")
+    owner_of = torch.repeat_interleave(torch.arange(size, device="cpu"), torch.tensor(counts, device="cpu"))
+    # Index of each rank's first expert, to convert expert indices into local ones of the owner.
+    first_of = torch.tensor([0, *accumulate(counts)][:size], device="cpu")
 
     @functools.cache
-    def owners(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return both tables on ``device``, copied once: the host waits for a copy of pageable memory."""
-        return owner.to(device), first.to(device)
+    def tables_on(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        # Copy them once: the host waits for a copy of pageable memory.
+        return owner_of.to(device), first_of.to(device)
 
     def forward(
         hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         with local_parameters(experts):
-            return _serve(
-                run, group, alike, owners(hidden_states.device), hidden_states, top_k_index, top_k_weights
-            )
+            tables = tables_on(hidden_states.device)
+            return _serve(run, group, tensor_group, tables, hidden_states, top_k_index, top_k_weights)
 
     module.forward = forward
 
@@ -107,71 +106,79 @@ def exchange_tokens(
 def _serve(
     run: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     group: dist.ProcessGroup,
-    alike: dist.ProcessGroup | None,
-    owners: tuple[torch.Tensor, torch.Tensor],
+    tensor_group: dist.ProcessGroup | None,
+    tables: tuple[torch.Tensor, torch.Tensor],
     hidden_states: torch.Tensor,
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
 ) -> torch.Tensor:
-    """Run ``hidden_states`` [tokens, hidden] through the experts ``top_k_index`` [tokens, k], weighted."""
+    """Return the weighted sum of the results of each token's experts.
+
+    ``hidden_states`` is [tokens, hidden], ``top_k_index`` and ``top_k_weights`` are [tokens, k]. ``tables``
+    are the owner of each expert, and the first expert of each owner.
+    """
     device, chosen = hidden_states.device, top_k_index.reshape(-1)
-    owner, first = owners
+    owner_of, first_of = tables
     order = torch.argsort(chosen, stable=True)  # by expert, and so by owner
-    pairs = chosen[order]
-    to = owner[pairs]
+    experts = chosen[order]
+    owners = owner_of[experts]
     # Not ``bincount``: the host would wait for the size of its result.
-    send = torch.zeros_like(first).scatter_add_(0, to, torch.ones_like(to))
+    send = torch.zeros_like(first_of).scatter_add_(0, owners, torch.ones_like(owners))
     receive = torch.empty_like(send)
     # Exchange the counts first, so that each rank can allocate its buffers.
     dist.all_to_all_single(receive, send, group=group)
     outgoing, incoming = torch.stack([send, receive]).tolist()  # the only wait of the host
-    travel: Callable[..., torch.Tensor] = _AllToAll.apply
-    same: Callable[..., torch.Tensor] = _Same.apply
-    # Pair p belongs to token p // k.
+    exchange: Callable[..., torch.Tensor] = _AllToAll.apply
+    from_first: Callable[..., torch.Tensor] = _FromFirst.apply
+    # Element p of ``chosen`` belongs to token p // k.
     rows = hidden_states[order // top_k_index.shape[-1]]
-    # The forward changes nothing, since all of ``alike`` send the same. The backward uses the gradient of the
-    # first rank.
-    tokens = travel(same(rows, None, alike), outgoing, incoming, group)
-    numbers = pairs.new_empty(sum(incoming))
-    # Local expert number of each row; it has no gradient, so plain torch.distributed is enough.
-    dist.all_to_all_single(numbers, pairs - first[to], incoming, outgoing, group=group)
-    # The forward uses the first rank's results; the backward changes nothing.
-    results: torch.Tensor = same(travel(run(tokens, numbers), incoming, outgoing, group), alike, None)
-    back = torch.empty_like(order)
+    # The rows are equal in ``tensor_group``; their gradients are those of its first rank.
+    tokens = exchange(from_first(rows, None, tensor_group), outgoing, incoming, group)
+    # Local expert index of each row. It has no gradient, so plain torch.distributed is enough.
+    local_experts = experts.new_empty(sum(incoming))
+    dist.all_to_all_single(local_experts, experts - first_of[owners], incoming, outgoing, group=group)
+    results: torch.Tensor = exchange(run(tokens, local_experts), incoming, outgoing, group)
+    # The results are those of the first rank; their gradients do not change.
+    results = from_first(results, tensor_group, None)
     # The inverse permutation: from the order of owners to that of tokens.
-    back[order] = torch.arange(len(order), device=device)
-    by_token: torch.Tensor = results[back].view(*top_k_index.shape, -1)
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(len(order), device=device)
+    by_token: torch.Tensor = results[inverse].view(*top_k_index.shape, -1)
     summed = (by_token * top_k_weights.unsqueeze(-1)).sum(dim=1)
     return summed.to(hidden_states.dtype)
 
 
 def _run(
-    own_forward: Callable[..., torch.Tensor], tokens: torch.Tensor, numbers: torch.Tensor
+    own_forward: Callable[..., torch.Tensor], tokens: torch.Tensor, local_experts: torch.Tensor
 ) -> torch.Tensor:
+    """Run each token through one local expert."""
     if not len(tokens):
-        # No token came: run a row of zeros and drop its result. Parameters then get a gradient of zero, and
-        # this rank takes part in the reduction of gradients.
-        tokens, numbers = tokens.sum(dim=0, keepdim=True), numbers.new_zeros(1)
-        return _run(own_forward, tokens, numbers)[:0]
+        # This rank received no token: run a row of zeros and drop its result. Parameters then get a gradient
+        # of zero, and this rank takes part in the reduction of gradients.
+        tokens, local_experts = tokens.sum(dim=0, keepdim=True), local_experts.new_zeros(1)
+        return _run(own_forward, tokens, local_experts)[:0]
     weights = torch.ones((len(tokens), 1), dtype=tokens.dtype, device=tokens.device)
-    result: torch.Tensor = own_forward(tokens, numbers.unsqueeze(-1), weights)
+    result: torch.Tensor = own_forward(tokens, local_experts.unsqueeze(-1), weights)
     return result
 
 
-def _dividing(
+def _divide_gradients(
     own_forward: Callable[..., torch.Tensor], copies: int
 ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Divide the gradients of the experts' weights by ``copies``; leave those of the tokens as they are."""
-    scaled: Callable[..., torch.Tensor] = _Scaled.apply
+    """Return ``_run`` with the gradients of the experts' weights divided by ``copies``.
 
-    def run(tokens: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = scaled(_run(own_forward, scaled(tokens, copies), numbers), 1 / copies)
+    The gradients of the tokens are not divided: they are multiplied by ``copies`` again.
+    """
+    scale: Callable[..., torch.Tensor] = _ScaledGradient.apply
+
+    def run(tokens: torch.Tensor, local_experts: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = scale(_run(own_forward, scale(tokens, copies), local_experts), 1 / copies)
         return result
 
     return run
 
 
-class _Scaled(torch.autograd.Function):
+class _ScaledGradient(torch.autograd.Function):
     """Return the rows unchanged, and multiply their gradient by ``factor``."""
 
     @staticmethod
@@ -184,10 +191,11 @@ class _Scaled(torch.autograd.Function):
         return gradient * ctx.factor, None
 
 
-class _Same(torch.autograd.Function):
-    """Use the first rank's rows in the forward, and the first rank's gradient in the backward.
+class _FromFirst(torch.autograd.Function):
+    """Replace rows, or their gradient, by those of the first rank of a group.
 
-    ``values`` and ``gradients`` are the groups; None instead of a group keeps the rank's own.
+    The forward replaces rows in the group ``values``, the backward gradients in the group ``gradients``. With
+    None each rank keeps its own.
     """
 
     @staticmethod
@@ -198,15 +206,15 @@ class _Same(torch.autograd.Function):
         gradients: dist.ProcessGroup | None,
     ) -> torch.Tensor:
         ctx.gradients = gradients
-        return _of_first(rows, values)
+        return _broadcast_first(rows, values)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        same: Callable[..., torch.Tensor] = _Same.apply
-        return same(gradient, ctx.gradients, None), None, None
+        from_first: Callable[..., torch.Tensor] = _FromFirst.apply
+        return from_first(gradient, ctx.gradients, None), None, None
 
 
-def _of_first(rows: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+def _broadcast_first(rows: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
     if group is None:
         return rows.view_as(rows)
     copy = rows.clone(memory_format=torch.contiguous_format)
@@ -221,32 +229,32 @@ class _AllToAll(torch.autograd.Function):
     def forward(
         ctx: Any, rows: torch.Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup
     ) -> torch.Tensor:
-        ctx.way_back = receive, send, group
+        ctx.reverse = receive, send, group
         out = rows.new_empty((sum(receive), *rows.shape[1:]))
         dist.all_to_all_single(out, rows.contiguous(), receive, send, group=group)
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        # Autograd also follows ``apply``, for ``create_graph=True``.
-        travel: Callable[..., torch.Tensor] = _AllToAll.apply
-        return travel(gradient, *ctx.way_back), None, None, None
+        # Use ``apply``, so that the gradient itself has a gradient (``create_graph=True``).
+        exchange: Callable[..., torch.Tensor] = _AllToAll.apply
+        return exchange(gradient, *ctx.reverse), None, None, None
 
 
 @contextlib.contextmanager
 def local_parameters(module: nn.Module) -> Iterator[None]:
-    """Let ``module`` see local tensors instead of DTensors inside the block, adapters added."""
+    """Let ``module`` see local tensors, with adapters added, inside the block."""
     shared = shared_experts(module)
     products = {name: make() for name, make in shared.added.items()} if shared else {}
     tensors: dict[str, Any] = {}
     for name, parameter in module._parameters.items():
         local = _local(parameter)
         if local is not parameter or name in products:
-            tensors[name] = _add(local, products.get(name, ()))
-    # Python finds plain attributes before parameters. Engines need the parameters unchanged in the forward.
+            tensors[name] = _add_products(local, products.get(name, ()))
+    # Python finds plain attributes before parameters. Engines need unchanged parameters during the forward.
     vars(module).update(tensors)
-    # Hooks from outside, such as gradient checkpointing's, already decide what the backward keeps.
-    hooks = None if has_saving_hooks() else _recompute(module, products, tensors)
+    # Hooks of the caller, such as those of gradient checkpointing, already choose the tensors to save.
+    hooks = None if has_saving_hooks() else _recompute_hooks(module, products, tensors)
     try:
         with hooks or contextlib.nullcontext():
             yield
@@ -259,44 +267,45 @@ def _local(parameter: Any) -> Any:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def _add(weight: Any, products: Sequence[Product]) -> Any:
-    # Like PEFT, compute in the dtype of the weight.
+def _add_products(weight: Any, products: Sequence[Product]) -> Any:
+    # Compute in the dtype of the weight, as PEFT does.
     for left, right, alpha in products:
         with torch.autocast(weight.device.type, enabled=False):
             weight = torch.baddbmm(weight, left, right, alpha=alpha)
     return weight
 
 
-def _recompute(
+def _recompute_hooks(
     module: nn.Module, products: Mapping[str, Sequence[Product]], tensors: dict[str, Any]
 ) -> AbstractContextManager[None] | None:
-    """Return hooks that save the name of a tensor with adapters, and compute it again in the backward.
+    """Return hooks that compute tensors with adapters again in the backward.
 
-    Otherwise autograd would keep a second copy of every layer's experts. The factors are those of the
-    forward: a step, or a change of the active adapter, may come before the backward.
+    Without them autograd would keep a second copy of every layer's experts. The hooks save only the name and
+    the view of such a tensor. They use the factors of the forward: a step, or a change of the active adapter,
+    may come before the backward.
     """
     names = {tensors[name].untyped_storage().data_ptr(): name for name in products if tensors[name].numel()}
     factors = {name: [(a.detach(), b.detach(), alpha) for a, b, alpha in products[name]] for name in products}
-    again: dict[str, torch.Tensor] = {}
+    recomputed: dict[str, torch.Tensor] = {}
 
     def pack(tensor: torch.Tensor) -> Any:
         name = names.get(tensor.untyped_storage().data_ptr())
         if name is not None:
             return name, tensor.shape, tensor.stride(), tensor.storage_offset()
-        # Detach it: a graph node that saves its own result would keep itself alive.
+        # Detach the tensor: a graph node that saves its own result would keep itself alive.
         return tensor.detach() if tensor.grad_fn is not None else tensor
 
     def unpack(saved: Any) -> torch.Tensor:
         if isinstance(saved, torch.Tensor):
             return saved
-        name, *place = saved
-        if name not in again:
+        name, *view = saved
+        if name not in recomputed:
             with torch.no_grad():
-                again[name] = _add(_local(module._parameters[name]), factors[name])
-        return again[name].as_strided(*place)
+                recomputed[name] = _add_products(_local(module._parameters[name]), factors[name])
+        return recomputed[name].as_strided(*view)
 
     for name in products:
         if tensors[name].requires_grad:
-            # A gradient is complete only after the last use of its tensor: free the copies then.
-            tensors[name].register_hook(lambda _: again.clear())
+            # Free the copies when a gradient is complete, which is after the last use of its tensor.
+            tensors[name].register_hook(lambda _: recomputed.clear())
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack) if products else None

@@ -32,9 +32,9 @@ def keep_calls(model: nn.Module) -> None:
 
 
 def _check_reached(module: nn.Module, args: Arguments, kwargs: Keywords, output: object) -> None:
-    """Raise EngineError for experts that are trained, or adapted, where no input has a gradient.
+    """Raise EngineError for trained or adapted experts if no input has a gradient.
 
-    ZeRO-3 fails in their backward.
+    ZeRO-3 would fail in their backward.
     """
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
     trained = isinstance(output, torch.Tensor) and output.requires_grad
@@ -98,7 +98,7 @@ def _of_class(kind: type[nn.Module]) -> tuple[str, ...]:
 
 
 def _positional(forward: Function) -> tuple[str, ...]:
-    """The names, in order; none where the first cannot be passed by keyword."""
+    """Return the parameters' names in order; none if one is positional-only."""
     named = inspect.Parameter.POSITIONAL_OR_KEYWORD
     parameters = list(inspect.signature(forward).parameters.values())
     if any(parameter.kind is inspect.Parameter.POSITIONAL_ONLY for parameter in parameters):

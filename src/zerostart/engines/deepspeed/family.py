@@ -232,7 +232,7 @@ class DeepSpeed(Engine):
         return accelerate_setup(mixed_precision, self.config or {}, *ranks)
 
     def adopt_expert(
-        self, parameter: nn.Parameter, like: nn.Parameter, cut: Ranges, shape: tuple[int, ...]
+        self, parameter: nn.Parameter, like: nn.Parameter, ranges: Ranges, shape: tuple[int, ...]
     ) -> nn.Parameter:
         from zerostart.upstream.deepspeed.experts import mark_like
 

@@ -62,11 +62,11 @@ def make_expert_cutter(
     size = parallelism.mesh.tensor_parallel
     with world.collectives("making the experts' groups"):
         groups = ExpertGroups(parallelism.mesh.expert_parallel)
-        alike = TensorGroups(size).tensors if size > 1 else None
+        tensor_group = TensorGroups(size).tensors if size > 1 else None
     # Stage 3 asks a parameter for its group, stages 1 and 2 for its group's name.
     marked = mark_expert if partitioned else mark_flat_expert
     return lambda model: _cut_experts(
-        model, parallelism, world.rank, groups, alike, lambda p: marked(p, groups)
+        model, parallelism, world.rank, groups, tensor_group, lambda p: marked(p, groups)
     )
 
 
@@ -75,7 +75,7 @@ def _cut_experts(
     parallelism: Parallelism,
     rank: int,
     groups: ExpertGroups,
-    alike: dist.ProcessGroup | None,
+    tensor_group: dist.ProcessGroup | None,
     mark: Callable[[nn.Parameter], None],
 ) -> None:
     for module, own in expert_modules(model, parallelism).items():
@@ -88,7 +88,7 @@ def _cut_experts(
             mark(local)
             note_shared(local, groups.size)
             module._parameters[leaf] = local
-        exchange_tokens(module, groups.experts, counts, parallelism.mesh.tensor_parallel, alike)
+        exchange_tokens(module, groups.experts, counts, parallelism.mesh.tensor_parallel, tensor_group)
 
 
 def _local(old: nn.Parameter | None, shape: tuple[int, ...]) -> nn.Parameter:
@@ -107,7 +107,7 @@ def expert_shards(model: nn.Module, parallelism: Parallelism, rank: int) -> dict
     for alias, parameter in model.named_parameters(remove_duplicate=False):
         if alias not in shards and parallelism.is_expert(names[alias]):
             # An adapter that ``deepspeed.initialize`` has not partitioned yet.
-            shards[alias] = _held(parallelism, names[alias], parameter, rank)
+            shards[alias] = _local_shard(parallelism, names[alias], parameter, rank)
     for alias, shard in partitions.items():
         name = names[alias]  # A tied parameter has the layout of its first name.
         if parallelism.is_expert(name) or parallelism.mesh.tensor_parallel > 1:
@@ -129,7 +129,7 @@ def flat_expert_shards(model: nn.Module, parallelism: Parallelism, rank: int) ->
     for alias, parameter in model.named_parameters(remove_duplicate=False):
         name = names[alias]
         if parallelism.cut(name) is not None:
-            found[alias] = _held(parallelism, name, parameter, rank)
+            found[alias] = _local_shard(parallelism, name, parameter, rank)
         elif mesh.tensor_parallel > 1:
             # Whole on every rank, but ranks that share tensors update the same part of it.
             at = functools.partial(_whole, tuple(parameter.shape))
@@ -139,7 +139,7 @@ def flat_expert_shards(model: nn.Module, parallelism: Parallelism, rank: int) ->
     return found
 
 
-def _held(parallelism: Parallelism, name: str, parameter: nn.Parameter, rank: int) -> Shard:
+def _local_shard(parallelism: Parallelism, name: str, parameter: nn.Parameter, rank: int) -> Shard:
     at = held_layouts(parallelism, name)
     return Shard(name, at(rank), parameter.detach().view(-1), at, parallelism.owners(name, rank))
 
@@ -313,7 +313,7 @@ def tensor_cuts(
             f"tensor_parallel={size}, but DeepSpeed shards no layer of {kind} with this configuration; "
             "say which layers in engine_config['tensor_parallel'], or use tensor_parallel=1"
         )
-    cuts = {name: _cut(name, piece, size) for name, piece in slices.items()}
+    cuts = {name: _make_ranges(name, piece, size) for name, piece in slices.items()}
     for name, piece in slices.items():
         if name in shapes and piece.shape != shapes[name]:
             raise EngineError(
@@ -325,7 +325,7 @@ def tensor_cuts(
     return ParallelPlan(cuts)
 
 
-def _cut(name: str, piece: Slice, size: int) -> Ranges:
+def _make_ranges(name: str, piece: Slice, size: int) -> Ranges:
     remedy = "say otherwise with engine_config['tensor_parallel'], or use tensor_parallel=1"
     if piece.reason:
         raise ConfigError(
@@ -350,11 +350,11 @@ def make_tensor_cutter(
     with world.collectives("making the groups that share tensors"):
         groups = TensorGroups(parallelism.mesh.tensor_parallel)
 
-    def cut(model: nn.Module) -> None:
+    def slice_model(model: nn.Module) -> None:
         _sliced(model, parallelism, _ruled(model, section, plan_rules, parallelism.experts), groups)
         share_random_states(model, groups.tensors)
 
-    return cut, groups.owners
+    return slice_model, groups.owners
 
 
 def _ruled(

@@ -221,7 +221,7 @@ class FSDP2(Engine):
             convert_to_masters(model.parameters(), mixed_precision != "no")
 
     def synchronize_added(self, model: nn.Module, added: Sequence[nn.Parameter]) -> None:
-        # Nothing in a plain loop would reduce their gradients.
+        # A plain training loop does not reduce their gradients.
         from zerostart.engines.fsdp2.units import share_added
 
         if self.uses_fully_shard:
@@ -229,11 +229,11 @@ class FSDP2(Engine):
             share_added(model, added, f"with tensor_parallel={size}" if size > 1 else "")
 
     def adopt_expert(
-        self, parameter: nn.Parameter, like: Any, cut: Ranges, shape: tuple[int, ...]
+        self, parameter: nn.Parameter, like: Any, ranges: Ranges, shape: tuple[int, ...]
     ) -> nn.Parameter:
         from zerostart.engines.fsdp2.parallel import adopt_expert
 
-        return adopt_expert(parameter, like, cut, shape)
+        return adopt_expert(parameter, like, ranges, shape)
 
     def begin_batch(self, model: nn.Module, last: bool) -> None:
         from torch.distributed.fsdp import FSDPModule

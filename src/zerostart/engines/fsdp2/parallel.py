@@ -108,7 +108,7 @@ class FSDP2Shards(ShardMaker):
         )
 
     def _cut_experts(self, module: nn.Module, names: Mapping[str, str]) -> None:
-        """Cut the parameters of one experts module, and make it serve all ranks' tokens."""
+        """Replace experts by this rank's, and let them run tokens of all ranks."""
         counts: list[int] = []
         for leaf, name in names.items():
             old = module._parameters[leaf]
@@ -119,14 +119,15 @@ class FSDP2Shards(ShardMaker):
                 sections[self._experts.get_local_rank()].shape, dtype=old.dtype, device="meta"
             )
             module._parameters[leaf] = make_distributed(old, local, self._experts, [ShardPlacement(0)])
-        alike = self._tensors.get_group() if self._parallelism.mesh.tensor_parallel > 1 else None
-        exchange_tokens(module, self._experts.get_group(), counts, alike=alike)
+        tensor_group = self._tensors.get_group() if self._parallelism.mesh.tensor_parallel > 1 else None
+        exchange_tokens(module, self._experts.get_group(), counts, tensor_group=tensor_group)
 
     def _wrap_experts(self, module: nn.Module, options: EngineConfig) -> None:
         """Shard one experts module over its owners."""
         policy, alone = options.get("mp_policy"), self._owners.shape[-1] == 1
         if alone and policy is not None and torch.float16 in (policy.reduce_dtype, policy.param_dtype):
-            # With half-precision reduction FSDP2 divides before and after, and for one owner in between.
+            # In half precision FSDP2 divides in two steps, before and after the reduction. With one owner it
+            # divides by the whole factor in between, too: use float32, where it divides once.
             options = {**options, "mp_policy": replace(policy, reduce_dtype=torch.float32)}
         fully_shard(module, mesh=self._owners, **options)
         unit: Any = module
@@ -138,23 +139,24 @@ class FSDP2Shards(ShardMaker):
         unit.set_force_sum_reduction_for_comms(not alone)
 
 
-def adopt_expert(parameter: nn.Parameter, like: DTensor, cut: Ranges, shape: tuple[int, ...]) -> nn.Parameter:
-    """Return ``parameter`` of this rank's experts as a DTensor, whole on each of their owners.
+def adopt_expert(factor: nn.Parameter, like: DTensor, ranges: Ranges, shape: tuple[int, ...]) -> nn.Parameter:
+    """Return ``factor``, an adapter of this rank's experts, as a DTensor.
 
-    No unit gathers it: adapters are small. Whoever uses it averages its gradient.
+    Its mesh is that of their weight ``like``. All ranks with these experts hold it whole, since adapters are
+    small. No FSDP2 unit gathers it or reduces its gradient: the caller averages that.
     """
-    mesh, placement = like.device_mesh, _placement(ShardSpec(cut.dim, len(cut.ranks[0])), len(shape))
+    mesh, placement = like.device_mesh, _placement(ShardSpec(ranges.dim, len(ranges.ranks[0])), len(shape))
     axes = mesh.mesh_dim_names or ()
     owners = [mesh.get_group(axis) for axis in axes if axis != "expert"]
     with torch.no_grad():
         for group in owners:
-            dist.broadcast(parameter, group=group, group_src=0)
+            dist.broadcast(factor, group=group, group_src=0)
     placements = [placement if axis == "expert" else Replicate() for axis in axes]
     stride = row_major_strides(shape)
     data = DTensor.from_local(
-        parameter.data, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+        factor.data, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
     )
-    return nn.Parameter(data, requires_grad=parameter.requires_grad)
+    return nn.Parameter(data, requires_grad=factor.requires_grad)
 
 
 def parallel_shards(
@@ -176,16 +178,16 @@ def parallel_shards(
     shards = {}
     for alias, (name, parameter) in sharded.items():
         at: Callable[[int], Layout] = functools.partial(shares.layout, name, tuple(parameter.shape))
-        held = shares.holders(name, rank)
+        replica = shares.holders(name, rank)
         if _dimension(parameter) is None:
-            at, held = held_layouts(parallelism, name), parallelism.owners(name, rank)
+            at, replica = held_layouts(parallelism, name), parallelism.owners(name, rank)
         local = parameter.to_local().detach().view(-1)
-        shards[alias] = Shard(name, at(rank), local, at, held)
+        shards[alias] = Shard(name, at(rank), local, at, replica)
     return shards
 
 
 def _dimension(parameter: DTensor) -> int | None:
-    """The dimension along which owners share ``parameter``; None if each holds all of it."""
+    """Return the dimension along which owners share ``parameter``, None without one."""
     axes = parameter.device_mesh.mesh_dim_names
     assert axes is not None, "the meshes of a load have names"
     placement: Any = parameter.placements[axes.index("shard")]
@@ -268,7 +270,7 @@ def _sum_gradients(module: nn.Module, group: dist.ProcessGroup) -> None:
 
 
 class _Summed(torch.autograd.Function):
-    """Returns a tensor that is equal on all ranks; its gradient is the sum of theirs."""
+    """Return the tensor, equal on all ranks; sum its gradient over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Give storage to the local shards of a model that FSDP2 has wrapped on meta.
+"""Allocate the local shards of a model that FSDP2 has wrapped on meta.
 
 ``to_empty`` is never called: it would empty non-persistent buffers, untie tied weights, and allocate page by
 page.
@@ -28,7 +28,7 @@ from zerostart.upstream.torch.tensors import adopt_local_tensors, hide_padding, 
 
 
 def arena_of(settings: FSDP2Settings, device: torch.device) -> Arena:
-    """Return the memory for shards, on ``device`` or, by the settings, on the host."""
+    """Return the arena for shards, on ``device`` or, if offloaded, on the host."""
     if settings.pinned:
         return Arena(torch.device("cpu"), page_locked)
     return Arena(torch.device("cpu") if settings.offloaded else device)
@@ -44,8 +44,8 @@ def give_storage(
 ) -> list[Shard]:
     """Allocate the local tensor of each parameter, sharded or whole.
 
-    ``at`` gives the layout of a parameter on any rank. ``chunk`` gives the shape of its largest shard: FSDP2
-    pads every local tensor to that.
+    ``at`` gives the layout of a parameter on any rank. ``chunk`` gives the shape of its largest shard, to
+    which FSDP2 pads every local tensor.
     """
     parameters = dict(model.named_parameters())
     placed: list[tuple[str, Layout, int]] = []
@@ -70,10 +70,11 @@ def give_storage(
 
 
 def _detach_from_arena(part: torch.Tensor) -> torch.Tensor:
-    """Return ``part`` of an arena on a storage that begins with it, and that keeps the arena alive.
+    """Return ``part`` of an arena with a storage offset of 0.
 
-    A DTensor shows the offset of its local tensor as its own. With an offset other than 0 torch assumes that
-    the DTensor has memory, which ``copy.deepcopy``, ``pickle`` and ``torch.save`` then access.
+    Its storage is a view, which keeps the arena alive. A DTensor shows the offset of its local tensor as its
+    own. With an offset other than 0 torch assumes that the DTensor has memory, which ``copy.deepcopy``,
+    ``pickle`` and ``torch.save`` then access.
     """
     start = part.storage_offset() * part.element_size()
     own = part.untyped_storage()[start : start + part.nbytes]
@@ -99,9 +100,9 @@ def require_dtensor(parameter: nn.Parameter, name: str) -> DTensor:
 
 
 def sharded_layout(parameter: DTensor, rank: int) -> Layout:
-    """Return the layout on ``rank`` of a parameter that is sharded over at most one axis of its mesh.
+    """Return the layout on ``rank`` of a parameter.
 
-    The other axes replicate it. Raises EngineError for other placements.
+    At most one axis of its mesh shards it; the others replicate it. Raises EngineError for other placements.
     """
     placements, mesh = parameter.placements, parameter.device_mesh
     axes = [(axis, p) for axis, p in enumerate(placements) if isinstance(p, ShardPlacement)]
@@ -117,7 +118,7 @@ def sharded_layout(parameter: DTensor, rank: int) -> Layout:
 
 
 def holders(parameter: DTensor) -> tuple[int, int]:
-    """Return this rank's index among the ranks with the same shard, and the number of these ranks."""
+    """Return this rank's index among the ranks with its shard, and their number."""
     place, count = 0, 1
     mesh = parameter.device_mesh
     for axis, placement in enumerate(parameter.placements):
@@ -164,6 +165,9 @@ def current_shards(model: nn.Module) -> dict[str, Shard]:
 
 
 def _is_cut(parameter: DTensor) -> bool:
-    """Return True if a load cut ``parameter`` by experts or tensors; only its record has the layout."""
+    """Return True if ``parameter`` is cut by expert or tensor parallelism.
+
+    Only the record of its load has the layout.
+    """
     axes = {*(parameter.device_mesh.mesh_dim_names or ())}
     return "shard" in axes and bool(axes & {"expert", "tensor"})
