@@ -24,7 +24,7 @@ from zerostart.distributed.world import current_world
 from zerostart.errors import ConfigError, ZerostartError
 from zerostart.upstream.torch.process_group import group_timeout, store_of
 
-_ALONE, _TOGETHER = "alone", "together"
+_LOCAL_SAVE, _COLLECTIVE_SAVE = "alone", "together"
 _SAME_CALL_HINT = (
     "every rank gets a part of the model, so call it on every rank (without `if is_main_process`), or "
     "outside zerostart.enabled() for a whole model of this rank's own"
@@ -56,7 +56,7 @@ class _Calls:
     def lead(self, directory: str) -> bool:
         """Wait, as rank 0, until all others make this call; return True."""
         number = self.count("calls")
-        self.announce(_TOGETHER, directory)
+        self.announce(_COLLECTIVE_SAVE, directory)
         self.store.set(f"here/{number}/0", directory)
         self._wait([f"here/{number}/{rank}" for rank in range(self.size)], directory)
         for rank in range(1, self.size):
@@ -73,7 +73,7 @@ class _Calls:
             self.count("calls", 1)
             # Go through the calls of rank 0 in order, up to a collective one, or a local save into this
             # directory, for which this rank saves nothing.
-            if kind == _TOGETHER:
+            if kind == _COLLECTIVE_SAVE:
                 self.store.set(f"here/{number}/{self.rank}", directory)
                 if theirs != directory:
                     raise _diverged_error(directory, 0, theirs)
@@ -139,17 +139,17 @@ def _current_calls() -> _Calls | None:
 
 @contextlib.contextmanager
 def library_call(name: str) -> Iterator[None]:
-    """Call a library on every rank inside, and raise the error of one rank on all.
+    """Raise an error of one rank on all ranks; collective.
 
-    If all ranks failed alike, the error is the library's own.
+    Inside, every rank calls a library. If all ranks fail with the same error, that of the library is raised.
     """
     try:
         with current_world().phase(name):
             yield
-    except ZerostartError as agreed:
-        own = agreed.__cause__
-        if isinstance(own, Exception) and str(agreed) == str(restore_error(pickle_error(own), None)):
-            raise own from own.__cause__
+    except ZerostartError as error:
+        original = error.__cause__
+        if isinstance(original, Exception) and str(error) == str(restore_error(pickle_error(original), None)):
+            raise original from original.__cause__
         raise
 
 
@@ -167,15 +167,16 @@ def announce_local_save(directory: str | os.PathLike[str]) -> None:
     """Announce that this rank saves a given state dict without the others; never waits."""
     calls = _current_calls()
     if calls is not None and calls.rank == 0:
-        calls.announce(_ALONE, os.fspath(directory))
+        calls.announce(_LOCAL_SAVE, os.fspath(directory))
     elif calls is not None:
         calls.own[os.fspath(directory)] += 1
 
 
 def join_save(directory: str | os.PathLike[str]) -> bool:
-    """Return True to save collectively into ``directory``; False if rank 0 saves it without others.
+    """Return True to save collectively into ``directory``.
 
-    Raises ConfigError if other ranks do not come, or save to another directory.
+    Return False if rank 0 saves there without the others. Raises ConfigError if other ranks do not come, or
+    save to another directory.
     """
     calls = _current_calls()
     return calls is None or (calls.follow if calls.rank else calls.lead)(os.fspath(directory))

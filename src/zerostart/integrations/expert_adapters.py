@@ -1,7 +1,8 @@
-"""Add LoRA to experts that ranks share: each rank holds the factors of its own experts.
+"""Add LoRA to experts that ranks share.
 
-PEFT wraps a parameter of stacked experts in a layer with two factors for all experts together, A
-[experts * r, in] and B [out, r * experts]. ``r`` is the rank of the LoRA; other ranks are processes.
+Each rank holds the factors of its local experts. PEFT wraps a parameter that stacks all experts in a layer
+with two factors: A [experts * r, in] and B [out, r * experts]. ``r`` is the rank of the LoRA; all other ranks
+are processes.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ _FACTORS = {"lora_A": 0, "lora_B": 1}
 
 
 def add_factors(original: Callable[[], object], layer: Any, adapter: str) -> None:
-    """Replace ``ParamWrapper.update_layer``: draw factors for all experts, keep this rank's slices."""
+    """Draw factors for all experts as PEFT does, and keep this rank's slices.
+
+    It replaces ``ParamWrapper.update_layer``.
+    """
     experts = layer.get_base_layer()
     shared = shared_experts(experts)
     if shared is None:
@@ -57,16 +61,16 @@ def add_factors(original: Callable[[], object], layer: Any, adapter: str) -> Non
         linear = getattr(layer, kind)[adapter]
         # The rows of A are ordered (expert, r), the columns of B (r, expert).
         split = linear.weight.data.unflatten(dim, (-1, total) if dim else (total, -1))
-        own = split.narrow(2 * dim, first, stop - first).flatten(dim, dim + 1)
-        linear.weight = nn.Parameter(own.clone(), requires_grad=linear.weight.requires_grad)
-        linear.out_features, linear.in_features = own.shape
+        local = split.narrow(2 * dim, first, stop - first).flatten(dim, dim + 1)
+        linear.weight = nn.Parameter(local.clone(), requires_grad=linear.weight.requires_grad)
+        linear.out_features, linear.in_features = local.shape
 
 
 def adopt_factors(part: nn.Module, before: Collection[int]) -> list[nn.Parameter]:
-    """Let the engine of the loaded ``part`` train new factors as expert weights; collective.
+    """Let the engine of the loaded ``part`` train its new factors like expert weights.
 
-    ``before`` has the ids of the older parameters. Returns the new factors. Raises ConfigError for other
-    parameters that were added to shared experts.
+    Collective. ``before`` has the ids of the older parameters. Returns the new factors. Raises ConfigError
+    for other parameters that were added to shared experts.
     """
     record = get_record(part)
     adopted: list[nn.Parameter] = []
@@ -83,15 +87,15 @@ def adopt_factors(part: nn.Module, before: Collection[int]) -> list[nn.Parameter
                 raise ConfigError(f"{path} cannot adapt experts that ranks share; use {remedy}")
             name, shared = plain_name(f"{path}.weight"), shared_experts(layer.get_base_layer())
             assert shared is not None, "checked before"
-            cut, shape = cuts[name], shapes[name] = _cut(linear.weight, shared, dim)
-            linear.weight = record.engine.adopt_expert(linear.weight, layer.get_param(), cut, shape)
+            ranges, shape = cuts[name], shapes[name] = _find_ranges(linear.weight, shared, dim)
+            linear.weight = record.engine.adopt_expert(linear.weight, layer.get_param(), ranges, shape)
             linear.register_load_state_dict_pre_hook(
-                functools.partial(_slice_loaded, cut, shape, shared.rank)
+                functools.partial(_slice_loaded, ranges, shape, shared.rank)
             )
             adopted.append(linear.weight)
-    known = {*before, *map(id, adopted)}
+    expected = {*before, *map(id, adopted)}
     for name, parameter in part.named_parameters():
-        if id(parameter) not in known and any(plain_name(name).startswith(prefix) for prefix in prefixes):
+        if id(parameter) not in expected and any(plain_name(name).startswith(prefix) for prefix in prefixes):
             raise ConfigError(
                 f"{name} was added to experts of {type(part).__name__}, which are sharded (expert_parallel="
                 f"{record.engine.mesh.expert_parallel}); only LoRA with target_parameters can adapt them"
@@ -102,7 +106,10 @@ def adopt_factors(part: nn.Module, before: Collection[int]) -> list[nn.Parameter
 
 
 def _find_factors(part: nn.Module) -> Iterator[tuple[str, Any, Any, int]]:
-    """Yield each factor of shared experts: path, module, PEFT layer and dimension that stacks experts."""
+    """Yield each factor of shared experts.
+
+    Each is a tuple of path, module, PEFT layer, and dimension that stacks the experts.
+    """
     for prefix, layer in part.named_modules():
         if hasattr(layer, "parameter_name") and shared_experts(layer.get_base_layer()) is not None:
             for kind, dim in _FACTORS.items():
@@ -110,8 +117,11 @@ def _find_factors(part: nn.Module) -> Iterator[tuple[str, Any, Any, int]]:
                     yield f"{prefix}.{kind}.{adapter}", linear, layer, dim
 
 
-def _cut(factor: torch.Tensor, shared: SharedExperts, dim: int) -> tuple[Ranges, tuple[int, ...]]:
-    """Return the ranges of each rank in the factor of all experts, and the shape of that factor."""
+def _find_ranges(factor: torch.Tensor, shared: SharedExperts, dim: int) -> tuple[Ranges, tuple[int, ...]]:
+    """Return each rank's ranges in the factor of all experts, and its shape.
+
+    ``factor`` is this rank's slice of it, and ``dim`` the dimension that stacks the experts.
+    """
     total, shape = sum(shared.counts), list(factor.shape)
     r = shape[dim] // shared.counts[shared.rank]
     shape[dim] = r * total
@@ -123,7 +133,7 @@ def _cut(factor: torch.Tensor, shared: SharedExperts, dim: int) -> tuple[Ranges,
 
 
 def _slice_loaded(
-    cut: Ranges,
+    ranges: Ranges,
     shape: tuple[int, ...],
     rank: int,
     linear: Any,
@@ -131,45 +141,50 @@ def _slice_loaded(
     prefix: str,
     *_: Any,
 ) -> None:
-    """Replace the loaded factor of all experts by this rank's slices, as a DTensor if needed."""
+    """Replace a loaded factor of all experts by this rank's slices.
+
+    The result is a DTensor if the current factor is one.
+    """
     whole, current = state.get(f"{prefix}weight"), linear.weight
     if whole is None or isinstance(whole, DTensor) or tuple(whole.shape) != shape:
         return
-    own = torch.cat([whole.narrow(cut.dim, low, high - low) for low, high in cut.ranks[rank]], cut.dim)
+    local = torch.cat([whole.narrow(ranges.dim, i, j - i) for i, j in ranges.ranks[rank]], ranges.dim)
     if isinstance(current, DTensor):
-        own = wrap_local(current, own.to(current.device, current.dtype))
-    state[f"{prefix}weight"] = own
+        local = wrap_local(current, local.to(current.device, current.dtype))
+    state[f"{prefix}weight"] = local
 
 
-def keep_marks(original: Callable[[], object], model: nn.Module) -> None:
-    """Replace ``cast_adapter_dtype``: factors that it replaces keep the marks of their engine."""
+def cast_adapters(original: Callable[[], object], model: nn.Module) -> None:
+    """Cast adapters as PEFT's ``cast_adapter_dtype``, and keep the engine's attributes of factors.
+
+    PEFT replaces parameters that it casts. DeepSpeed recognises parameters of experts by these attributes.
+    """
     factors = [(linear, linear.weight) for _, linear, _, _ in _find_factors(model)]
     original()
     for linear, before in factors:
-        if not isinstance(before, DTensor):  # whose attributes are its shard
+        if not isinstance(before, DTensor):  # a DTensor's attributes hold its data
             vars(linear.weight).update(vars(before))
 
 
 def activate_factors(layer: Any, adapters: Sequence[str]) -> AbstractContextManager[None] | None:
-    """Replace ``ParamWrapper._activate_lora`` for shared experts; return None for other layers.
+    """Return a context in which the experts' forward adds ``adapters``; None without shared experts.
 
-    The experts' own forward adds the adapters inside the returned context. PEFT would add them earlier, when
-    the engine has not gathered the weights.
+    It replaces ``ParamWrapper._activate_lora``, which would add them before the engine gathers the weights.
     """
     shared = shared_experts(layer.get_base_layer())
-    return None if shared is None else _adding(shared, layer, adapters)
+    return None if shared is None else _add_in_forward(shared, layer, adapters)
 
 
 @contextlib.contextmanager
-def _adding(shared: SharedExperts, layer: Any, adapters: Sequence[str]) -> Iterator[None]:
-    shared.added[layer.parameter_name] = functools.partial(_products, layer, adapters)
+def _add_in_forward(shared: SharedExperts, layer: Any, adapters: Sequence[str]) -> Iterator[None]:
+    shared.added[layer.parameter_name] = functools.partial(_list_products, layer, adapters)
     try:
         yield
     finally:
         del shared.added[layer.parameter_name]
 
 
-def _products(layer: Any, adapters: Sequence[str]) -> list[Product]:
+def _list_products(layer: Any, adapters: Sequence[str]) -> list[Product]:
     products = []
     for adapter in adapters:
         factors = layer.lora_A[adapter], layer.lora_B[adapter]
@@ -181,9 +196,10 @@ def _products(layer: Any, adapters: Sequence[str]) -> list[Product]:
 
 
 def _average_gradient(factor: Any) -> None:
-    """Average the gradient of a local factor over all ranks, whose tokens have all come to its experts.
+    """Average the gradient of a local factor over all ranks.
 
-    Not by a hook on the parameter: PEFT replaces that, without its hooks, when it casts adapters to float32.
+    Its experts run tokens of all ranks. The hook is on the local tensor of this forward. PEFT drops hooks of
+    a parameter when it casts adapters to float32.
     """
     parameter = factor._parameters["weight"]
     if isinstance(parameter, DTensor) and factor.weight.requires_grad:
@@ -191,6 +207,7 @@ def _average_gradient(factor: Any) -> None:
 
 
 def _average(mesh: DeviceMesh, gradient: torch.Tensor) -> torch.Tensor:
+    # The exchange of tokens has summed it over the axis "expert".
     average = gradient / mesh.size()
     for axis in mesh.mesh_dim_names or ():
         if axis != "expert":

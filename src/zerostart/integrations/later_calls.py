@@ -62,7 +62,7 @@ _CALLS = (
     "read_adapter_state",
     "add_factors",
     "activate_factors",
-    "keep_marks",
+    "cast_adapters",
 )
 _adapter_calls = AdapterCalls(*map(_call_peft, _CALLS))
 _lora_shapes = LoraShapes(_call_peft("show_whole_shapes"))
