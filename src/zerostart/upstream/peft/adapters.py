@@ -24,45 +24,45 @@ if TYPE_CHECKING:
 _INJECTED = Use(
     "peft.tuners.tuners_utils:BaseTuner",
     "inject_adapter(model, adapter_name)",
-    "adapters that are put into a model in shards are the same on every rank",
+    "adapters that are added to a sharded model are the same on every rank",
 )
 _SIZES = Use(
     "peft.tuners.tuners_utils",
     "_get_in_out_features(module), cast_adapter_dtype(model, adapter_name)",
-    "a layer in shards computes with its whole weight, and adapters that are cast keep their marks",
+    "a sharded layer has the sizes of its whole weight; adapters that are cast keep the engine's attributes",
 )
 _MERGED = Use(
     "peft.tuners.tuners_utils:BaseTunerLayer",
     "merge, unmerge, enable_adapters(enabled)",
-    "a weight in shards is whole while PEFT adds an adapter to it",
+    "a sharded weight is gathered while PEFT merges an adapter into it",
 )
 _READ = Use(
     "peft.utils.save_and_load",
     "get_peft_model_state_dict(model, state_dict, adapter_name)",
-    "adapters in shards are put together",
+    "sharded adapters are gathered",
 )
 _GATHERED = Use(
     "peft.utils.integrations",
     "check_deepspeed_zero3_enabled",
-    "adapters that begin with values of a weight gather it",
+    "adapters that are computed from a weight gather it",
 )
 _TOKENS = Use(
     "peft.tuners.trainable_tokens.layer:TrainableTokensLayer",
     "_collect_token_weights(weight, rows, embed_dim)",
-    "rows of what is not partitioned are at hand",
+    "rows of weights that ZeRO-3 does not partition are read without a gather",
 )
 _PROMPTS = Use(
     "peft.peft_model:PeftModel",
     "_setup_prompt_encoder(adapter_name)",
-    "what stands around a model in shards is the same on every rank",
+    "prompt encoders of a sharded model are the same on every rank",
 )
 _FACTORS = Use(
     "peft.tuners.lora.layer:ParamWrapper",
     "update_layer(adapter_name), _activate_lora(active_adapters), get_delta_factors(adapter_name), "
     "get_base_layer, get_param, .lora_A, .lora_B, .num_experts, .parameter_name",
-    "adapters of experts that ranks share have the factors of each rank's own",
+    "adapters of experts that ranks share have the factors of each rank's experts",
 )
-_REMEDY = "zerostart cannot take over adapters of models in shards"
+_REMEDY = "zerostart cannot handle adapters of sharded models"
 
 #: Names of mesh dimensions whose ranks compute with a part of a weight.
 _CUTTING = {"tensor", "tp"}
@@ -70,8 +70,8 @@ _CUTTING = {"tensor", "tp"}
 _OWN_BEGIN = ("gaussian", "eva", "orthogonal")
 
 
-#: ``around(original, model, of_values, copied)`` for the injection of an adapter, maybe made from weights, or
-#: with copies of modules whose names have these ends.
+#: ``around(original, model, of_values, copied)`` for the injection of an adapter. ``of_values`` is True if it
+#: is computed from weights. ``copied`` are suffixes of the names of modules that it copies.
 Injecting = Callable[[Callable[[], object], nn.Module, bool, Sequence[str]], object]
 #: ``around(original, layer, name)`` for ``merge`` or ``unmerge`` of a layer.
 Merging = Callable[[Callable[[], object], object, str], object]
@@ -79,14 +79,15 @@ Merging = Callable[[Callable[[], object], object, str], object]
 Surrounding = Callable[[Callable[[], object], nn.Module], object]
 #: ``around(original, layer, adapter)`` for the factors of a layer around experts.
 Factoring = Callable[[Callable[[], object], Any, str], None]
-#: ``change(layer, adapters)``, a context in which the layer's experts have the adapters added; None: PEFT's.
+#: ``change(layer, adapters)`` returns a context in which the layer's experts have the adapters added, or None
+#: for PEFT's own.
 Activating = Callable[[Any, Sequence[str]], AbstractContextManager[None] | None]
 #: ``instead(original, model, **arguments)`` for ``get_peft_model_state_dict``.
 Reading = Function
 
 
 class AdapterCalls(RefCountedPatches):
-    """Sends calls of PEFT to functions that get the original call."""
+    """Patches that replace functions of PEFT; each replacement gets the original call."""
 
     def __init__(
         self,
@@ -199,7 +200,7 @@ class AdapterCalls(RefCountedPatches):
 
 
 def _wrap_gathering(stack: ExitStack, module: ModuleType) -> None:
-    # PEFT asks whether ZeRO-3 is configured; GatheredParameters ignores what is not partitioned.
+    # PEFT gathers only if ZeRO-3 is configured. GatheredParameters ignores parameters without partitions.
     name = "check_deepspeed_zero3_enabled"
     wrap(stack, module, name, lambda original: original() or "deepspeed" in sys.modules, everywhere=True)
 
@@ -216,7 +217,7 @@ def _collect(
 
 def _measure(original: Function, module: nn.Module) -> Any:
     weight = module.weight if isinstance(module, nn.Linear) else None
-    # PEFT would take the local shape of a FSDP2 shard, but the layer computes with the whole.
+    # PEFT would take the local shape of an FSDP2 shard, but the layer computes with the whole weight.
     if isinstance(weight, DTensor) and not _CUTTING & {*(weight.device_mesh.mesh_dim_names or ())}:
         return module.in_features, module.out_features
     return original(module)

@@ -45,7 +45,7 @@ _USERS = Use(
 _SAVING = Use(
     "torch._C._autograd",
     "_top_saved_tensors_default_hooks",
-    "hooks on saved tensors are not replaced by those of experts with adapters",
+    "experts with adapters do not replace the caller's hooks on saved tensors",
 )
 _TABLES = Use(
     "torch.nn:Module",
@@ -108,7 +108,7 @@ def _counts_users() -> bool:
 
 
 def has_saving_hooks() -> bool:
-    """Return True inside ``saved_tensors_hooks``, and if that is unknown."""
+    """Return True inside ``saved_tensors_hooks``, or if that is unknown."""
     return not _shows_hooks() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
