@@ -68,7 +68,7 @@ def count_reads(
 class _Kind:
     """Segments that all parameters of one kind have, and where their source tensors start.
 
-    Positions are bytes on a line, on which all files follow one another.
+    Positions are byte offsets in the concatenation of all files, with gaps between them.
     """
 
     #: Columns: index of the rank, index of the source, offset in the source, bytes, direct and rows.
@@ -76,14 +76,15 @@ class _Kind:
     #: For each parameter: position of each of its sources.
     sources: list[list[int]] = field(default_factory=list)
 
-    def place_rows(self, line: int, ranks: range) -> Numbers:
-        """Return ``position, bytes, direct, rows`` of each segment of all parameters on ``ranks``.
+    def place_rows(self, length: int, ranks: range) -> Numbers:
+        """Return ``position, bytes, direct, rows`` of each segment on ``ranks``.
 
-        ``line`` is the length of the line. Each rank gets a line of its own.
+        The segments are those of all parameters of this kind. Positions of a rank start at a multiple of
+        ``length``, which is the length of the concatenation.
         """
         begin, end = np.searchsorted(self.table[0], (ranks.start, ranks.stop))
         rank, source, offset, *rest = self.table[:, begin:end]
-        place = np.array(self.sources, np.int64)[:, source] + ((rank - ranks.start) * line + offset)
+        place = np.array(self.sources, np.int64)[:, source] + ((rank - ranks.start) * length + offset)
         return np.stack([place.ravel(), *(np.tile(column, len(self.sources)) for column in rest)])
 
 
@@ -97,15 +98,15 @@ class _Census:
         self._computed: list[list[Count]] = [[] for _ in ranks]
         # Put more than a chunk between two files, so that no read crosses the end of one.
         ends = np.cumsum(np.array([0, *catalog.sizes], np.int64) + options.chunk_size + 1).tolist()
-        self._files, self._line = ends[:-1], ends[-1]
+        self._files, self._length = ends[:-1], ends[-1]
 
     def add(self, share: Share) -> None:
         """Count the reads of ``share`` on every rank."""
         names = [str(s) for p in share.recipe.pieces for s in p.source if not isinstance(s, Computed)]
         number = {name: n for n, name in enumerate(dict.fromkeys(names))}
         entries = [self._tensors[name] for name in number]
-        # Parameters are of one kind if their pieces are equal except for the names of their sources. A
-        # computed parameter is a kind of its own, since its steps are not compared.
+        # Parameters are of one kind if their pieces are equal except for the names of their sources. Each
+        # computed parameter is a separate kind, since its steps are not compared.
         key: Hashable = share.recipe
         if not share.recipe.computed:
             key = (
@@ -125,7 +126,7 @@ class _Census:
         target = share.recipe.target
         rows: list[tuple[int, ...]] = []
         for rank, layout in share.layouts:
-            # Segments depend only on its dtype and on ``direct``.
+            # Segments depend only on the dtype and ``direct`` of the destination.
             to = Destination(target.name, layout.numel, layout.owned, target.dtype, share.direct)
             to_compute: list[Copy] = []
             for copy in pull_back(share.recipe, layout):
@@ -164,17 +165,17 @@ class _Census:
         world = len(self._number)
         # A few ranks at a time, since a table of all ranks would take too much memory.
         for ranks in (range(at, min(at + RANKS, world)) for at in range(0, world, RANKS)):
-            kinds = (kind.place_rows(self._line, ranks) for kind in self._kinds.values())
+            kinds = (kind.place_rows(self._length, ranks) for kind in self._kinds.values())
             table = np.concatenate([np.empty((4, 0), np.int64), *kinds], axis=1)
-            # Each rank has its own line, longer than all files, so no read crosses ranks. Sort as
+            # Positions of two ranks are further apart than any read, so no read crosses ranks. Sort as
             # ``merge_reads`` does.
             place, nbytes, direct, _ = table = table[:, np.lexsort((table[2], table[1], table[0]))]
             starts = _find_starts(table, self._options)
             sizes = np.maximum.reduceat(place + nbytes, starts) - place[starts] if len(starts) else starts
             # The reads of one rank are adjacent, so its sums are differences of running totals.
-            bounds = np.searchsorted(place[starts], np.arange(len(ranks) + 1) * self._line)
+            bounds = np.searchsorted(place[starts], np.arange(len(ranks) + 1) * self._length)
             total = np.concatenate([[0], np.cumsum(sizes)])[bounds]
-            staged = np.bincount(place[direct == 0] // self._line, minlength=len(ranks)) > 0
+            staged = np.bincount(place[direct == 0] // self._length, minlength=len(ranks)) > 0
             yield from zip(np.diff(total).tolist(), np.diff(bounds).tolist(), staged.tolist(), strict=True)
 
 
@@ -182,13 +183,13 @@ def _find_starts(table: Numbers, options: PlanOptions) -> Numbers:
     """Return the index of the first segment of each read, as ``find_starts`` does."""
     place, nbytes, direct, rows = table
     gap = place[1:] - np.maximum.accumulate(place + nbytes)[:-1]
-    # Most segments certainly start a read: they are too far from the one before, or too long to be added.
+    # Most segments certainly start a read: they are too far from the previous one, or too long to merge.
     widest = np.where(direct[1:] != 0, 0, max(options.gap_floor, int(options.gap_share * options.chunk_size)))
     sure = (gap > widest) | (place[1:] + nbytes[1:] - place[:-1] > options.chunk_size)
     sure |= (direct[1:] != direct[:-1]) | (rows[1:] != 1) | (rows[:-1] != 1)
     group = np.cumsum(np.concatenate([np.zeros(min(1, len(place)), np.int64), sure]))
-    # For the rest it depends on all segments before: run ``find_starts`` on these groups only.
+    # For the other segments, all earlier ones decide: run ``find_starts`` on these groups only.
     open_rows = np.flatnonzero(np.bincount(group)[group] > 1) if len(group) else group
     columns = (column[open_rows].tolist() for column in (group, place, nbytes, direct, rows))
-    found = np.fromiter(find_starts(zip(*columns, strict=True), options), np.int64)
-    return np.union1d(np.flatnonzero(np.diff(group, prepend=-1)), open_rows[found])
+    starts = np.fromiter(find_starts(zip(*columns, strict=True), options), np.int64)
+    return np.union1d(np.flatnonzero(np.diff(group, prepend=-1)), open_rows[starts])

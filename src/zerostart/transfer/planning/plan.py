@@ -173,7 +173,7 @@ class PlanOptions:
     gap_floor: int = 512
 
     def reads_through(self, gap: int, run: int) -> bool:
-        """Return True if the gap after a run is read too. Both are in bytes."""
+        """Return True to read the gap after a run too; both in bytes."""
         return gap <= self.gap_share * run or gap + run <= self.gap_floor
 
 
@@ -188,7 +188,10 @@ def cut_segments(
     destination: Destination,
     options: PlanOptions,
 ) -> Iterator[Segment]:
-    """Yield the segments of a copy: source spans without large gaps, of at most a chunk each."""
+    """Yield the segments of a copy.
+
+    A segment is a span of the source without large gaps, of at most a chunk.
+    """
     entry = tensors[str(copy.source)]
     dtype = torch_dtype(entry.dtype, entry.name)
     width = dtype.itemsize
