@@ -207,8 +207,8 @@ def _describe_contents(
         chosen_shards[adapted.prefix + name] = shard
     if written_as.per_expert and any(getattr(config, f"{key}_pattern", None) for key in ("rank", "alpha")):
         raise ConfigError(
-            "engines scale all adapters by r and lora_alpha of the configuration, and ignore rank_pattern "
-            "and alpha_pattern; leave per_expert out, or use merge_adapters=True"
+            f"per_expert=True cannot save the adapter {adapter!r}: engines ignore rank_pattern and "
+            "alpha_pattern, and scale by r and lora_alpha; leave per_expert out, or use merge_adapters=True"
         )
     contents = Contents()
     projections = _find_projections(adapted.model) if written_as.per_expert else {}
@@ -248,9 +248,9 @@ class _Projection:
 
 
 def _find_projections(model: nn.Module) -> dict[str, list[_Projection]]:
-    """Return the parts of each parameter with adapters of experts, by the path of PEFT's layer.
+    """Return the projections in each experts' parameter with adapters.
 
-    Raises ConfigError for a checkpoint that stores all experts together.
+    Keys are paths of PEFT's layers. Raises ConfigError for a checkpoint that stores all experts together.
     """
     projections = {}
     for prefix, part, record in find_loaded_parts(model):
