@@ -66,9 +66,9 @@ def remember_load(model: nn.Module, record: LoadRecord) -> None:
 
 @cache
 def _first_step() -> list[float]:
-    """Register a hook once; return its list: seconds from process start to the end of the first step.
+    """Return a list with the seconds from process start to the first step's end.
 
-    The list is empty before that.
+    It is empty before. The first call registers a hook on optimizers.
     """
     seconds: list[float] = []
     register_optimizer_step_post_hook(lambda *_: None if seconds else seconds.append(seconds_since_start()))
@@ -339,9 +339,10 @@ class LiveModel:
     # Saves and digests use the names of the checkpoint.
 
     def tensors(self) -> tuple[list[LogicalTensor], dict[str, str]]:
-        """Return the tensors in state-dict order, and a map from other names of tied tensors.
+        """Return the tensors in state-dict order, and the other names of tied tensors.
 
-        A tied tensor has the name under which it was loaded. Raises EngineError as ``shard_of``, and
+        A tied tensor has the name under which it was loaded. The second result maps its other names to that
+        one. Raises EngineError as ``shard_of``, and
         ConfigError for a tensor on meta.
         """
         recipes = self.record.recipes if self.record is not None else {}

@@ -65,7 +65,7 @@ class Report:
     computed_whole: tuple[str, ...] = ()
     #: Quantisation method of a dequantised checkpoint.
     dequantised: str = ""
-    #: Seconds of ``plan, compile, build, read, total``; ``compile`` is for DeepSpeed's operators.
+    #: Seconds of ``plan, compile, build, read, total``; ``compile`` builds DeepSpeed's operators.
     phases: dict[str, float] = field(default_factory=dict)
     #: Seconds from the start of the process to the load: imports and process groups; 0 if unknown.
     start_seconds: float = 0.0

@@ -115,8 +115,8 @@ class _Load:
         """Allocate this rank's empty shards."""
         engine, model, dtype = prepared.engine, prepared.built.model, prepared.built.dtype
         names = list(prepared.origins.parameters)
-        # The bypass: torch functions may still be intercepted to follow the user's edits of a model that was
-        # loaded before. This load is no such edit.
+        # Torch functions may be intercepted, to follow the user's edits of a model that was loaded before.
+        # This load is no such edit, so it bypasses that.
         with self.clock.phase("build"), self.world.phase("sharding the model"), bypass_interception():
             placements = engine.placements(model, prepared.parallelism)
             maker = engine.shard_maker(self.world, dtype, prepared.parallelism, placements)
@@ -156,8 +156,8 @@ class _Load:
     ) -> None:
         """Let the engine read fp32 masters of parameters that the model's dtype rounds."""
         shards = destinations.shards if request.fp32_masters and prepared.from_checkpoint else []
-        found = find_masters(prepared.catalog, prepared.origins.parameters, shards, tuning)
-        prepared.engine.offer_masters(prepared.built.model, *found)
+        masters = find_masters(prepared.catalog, prepared.origins.parameters, shards, tuning)
+        prepared.engine.offer_masters(prepared.built.model, *masters)
 
     def _report(self, prepared: Prepared, stats: TransferStats) -> Report:
         origins, coverage, built = prepared.origins, prepared.coverage, prepared.built

@@ -136,7 +136,7 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 
 class _PythonVisibility(TorchFunctionMode):
-    """A mode that lets the log see what Python code would do on a real device.
+    """Mode in which Python code runs as on a real device, and is logged.
 
     ``torch.tensor([...])`` keeps its numbers: it is made on the CPU and then moved. ``is_meta`` is False,
     since parts of ``torch.nn.init`` skip meta tensors.
@@ -209,7 +209,7 @@ class OperatorLog(TorchDispatchMode):
         return result
 
     def _asks_values(self, func: OpOverload, args: Arguments, kwargs: Keywords) -> bool:
-        """Return True if the call needs a tensor's value, and no random call leads to that value."""
+        """Return True if the call needs a value that depends on no random call."""
         to_host = func is aten._to_copy.default and kwargs.get("device") == torch.device("cpu")
         asks = to_host or func is aten._local_scalar_dense.default
         return asks and _is_meta(args[0]) and not self.draws(args[0])

@@ -20,7 +20,7 @@ _OF_WEIGHT = re.compile(
     rf"(.*\.)?({'|'.join((*_SCALES, *_HINTS))}|weight_scale_inv|weight_scale_2|weight_zero_point|weight_[gv]"
     r"|qzeros|scales|SCB|g_idx)"
 )
-#: Each name that the patterns match has one of these words. Most names have none, and are skipped.
+#: Fast check before the two patterns: each name that they match has one of these words, most names have none.
 _MAY_QUANTISE = re.compile("scale|quant|zero|weight_[gv]|SCB|g_idx|absmax")
 _OF_TENSOR = re.compile(r"(.+?)(_scale|_scale_inv|_zero_point|\.absmax|\.quant_map|\.quant_state\..+)")
 
@@ -58,10 +58,10 @@ def dequantise_symbols(catalog: Catalog, targets: Collection[str]) -> Checkpoint
 def _owner_of(name: str, symbols: Mapping[str, SymbolicTensor]) -> str | None:
     if not _MAY_QUANTISE.search(name):
         return None
-    if beside := _OF_WEIGHT.fullmatch(name):
-        return f"{beside[1] or ''}weight"
-    if after := _OF_TENSOR.fullmatch(name):
-        return after[1]
+    if of_weight := _OF_WEIGHT.fullmatch(name):
+        return f"{of_weight[1] or ''}weight"
+    if of_tensor := _OF_TENSOR.fullmatch(name):
+        return of_tensor[1]
     # Next to float8 numbers, any name with "scale" is a scale.
     module, _, leaf = name.rpartition(".")
     near = (one for one in (module, f"{module}.weight") if one in symbols and symbols[one].dtype in _FLOAT8)

@@ -160,7 +160,7 @@ class _Unpickler(_InPython):  # type: ignore[misc]
         match pid:
             case ("storage", Global(name), str(key), str(), int()):
                 if dtype := _STORAGES.get(name.rpartition(".")[2].removesuffix("Storage")):
-                    if self._dtypes.setdefault(key, dtype) != dtype:  # torch uses the first one
+                    if self._dtypes.setdefault(key, dtype) != dtype:  # torch would use the first
                         raise _Refused(f"gives the storage {shown(key)} two dtypes")
                     return StorageRecord(key, dtype)
         raise _Refused("refers to something outside it that is not a storage")

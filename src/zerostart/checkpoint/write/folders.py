@@ -24,16 +24,16 @@ LOCK_NAME = "lock"
 def lock_directory(path: Path, timeout: float = LOCK_TIMEOUT_S) -> Iterator[bool | None]:
     """Hold the lock of saves into ``path``.
 
-    Yield False on a timeout. Yields None if the file system has no locks. The lock is a file, since
-    network file systems cannot lock directories; a killed process releases it. Raises OSError, and
-    WriteError for a link in its place.
+    Yields False on a timeout, and None if the file system has no locks. The lock is a file, since network
+    file systems cannot lock directories. A killed process releases it. Raises OSError, and WriteError if the
+    lock's folder is a link.
     """
     hidden = path / HIDDEN
     end = time.monotonic() + timeout
     while True:
         if hidden.is_symlink():
             raise WriteError(f"{hidden} is a link, which no save follows: remove it, and save again")
-        # Not exist_ok: it fails if the other save removes the folder meanwhile.
+        # Not ``exist_ok``: it fails if another save removes the folder between mkdir and its check.
         with contextlib.suppress(FileExistsError):
             hidden.mkdir()
         try:
