@@ -3,7 +3,7 @@
     python benchmarks/adapters.py [--layers 4 12] [--engines deepspeed fsdp2] [--out FILE]
 
 Each cell takes two steps of AdamW on 128 tokens in fresh processes, and is sampled as in load.py. ``kept``
-lets autograd keep the experts' weights with adapters added, as without zerostart's hooks.
+lets autograd keep the experts' weights with adapters added, as it does without zerostart's hooks.
 """
 
 from __future__ import annotations
@@ -125,21 +125,23 @@ def held_bytes(parameter: Any) -> int:
 def write(rows: list[dict[str, Any]], out: Path) -> None:
     """Print and write the table."""
     lines = [
-        "| engine | layers | adapters, states MiB | a layer's experts MiB | peak MiB | peak if kept MiB |",
+        "| engine | layers | adapters MiB | experts MiB | peak MiB | peak with copies MiB |",
         "|---|---:|---:|---:|---:|---:|",
     ]
-    for again, kept in zip(rows[::2], rows[1::2], strict=True):
+    for recomputed, kept in zip(rows[::2], rows[1::2], strict=True):
         # In fp32: the adapters, their gradients and AdamW's two states.
-        sizes = [4 * again["adapters"], again["layer"], again["peak"], kept["peak"]]
+        sizes = [4 * recomputed["adapters"], recomputed["layer"], recomputed["peak"], kept["peak"]]
         cells = " | ".join(f"{size / MIB:.0f}" for size in sizes)
-        lines.append(f"| {again['engine']} | {again['layers']} | {cells} |")
+        lines.append(f"| {recomputed['engine']} | {recomputed['layers']} | {cells} |")
     text = (
         "# LoRA on experts that two ranks share: memory of training\n\n"
-        "Qwen3-MoE in bf16, 64 experts a layer, rank 16, two steps of 128 tokens on each rank. Peaks of\n"
-        "anonymous memory are above the loaded model. Next to them: this rank's adapters with gradients\n"
-        "and optimizer states, and its experts of one layer. Most of the rest are activations: on 16\n"
-        'tokens four layers took 290 MiB less. "If kept": autograd keeps the experts of all layers with\n'
-        "adapters added.\n\n"
+        "Qwen3-MoE in bf16, 64 experts in each layer, LoRA of rank 16, two steps of 128 tokens on each\n"
+        "rank. The figures are those of the largest rank.\n\n"
+        "- adapters: with their gradients and optimizer states.\n"
+        "- experts: the rank's experts of one layer.\n"
+        "- peak: of anonymous host memory, above the loaded model. Apart from adapters and experts, these\n"
+        "  are mostly activations: with 16 tokens instead of 128, four layers took 290 MiB less.\n"
+        "- peak with copies: autograd keeps the experts of all layers with adapters added.\n\n"
     )
     text += "\n".join(lines) + "\n"
     print(text)

@@ -1,11 +1,11 @@
-"""From the start of the processes to the end of the first step: stock and zerostart, in fresh processes.
+"""Measure the time from the start of the processes to the first step's end.
 
     python benchmarks/start.py [--ranks 2] [--repeats 3] [--arms ...] [--json FILE]
 
 The model is a Qwen3 of 1.0 GB in fp32 (14 layers), and its files are in the page cache. The step is one of
-plain SGD with 8 tokens, so that processors do not spend most of the time in it. Arms alternate, and the order
-turns round with every repeat. Figures are medians and ranges over the repeats of the slowest rank, in all and
-for each part.
+plain SGD with 8 tokens, so that CPUs do not spend most of the time in it. Each arm, stock or zerostart, runs
+in fresh processes. Arms alternate, and every other repeat reverses their order. Figures are medians and
+ranges over the repeats of the slowest rank, in total and for each part.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.result:
         options.result.write_text(json.dumps(measure(options.arms[0])))
-        os._exit(0)  # The engines' own teardown takes seconds and is not what is measured.
+        os._exit(0)  # skips the engines' teardown, which takes seconds
     cells: dict[str, list[dict[str, float]]] = {arm: [] for arm in options.arms}
     for repeat in range(options.repeats):
         for arm in options.arms if repeat % 2 == 0 else options.arms[::-1]:
