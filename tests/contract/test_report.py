@@ -117,7 +117,7 @@ def report_of_load(
 
 
 def report_of_steps(path: Path, layout: Layout) -> tuple[Report, Report, float]:
-    _first_step.cache_clear()  # other tests of this process have made steps
+    _first_step.cache_clear()  # earlier tests in this process have taken steps
     training, trace, (first, second, *_) = Training(path, layout), Trace(), batches(1)
     before = zerostart.report(training.model)
     training.step(first[0], trace)

@@ -22,7 +22,7 @@ SUBSTITUTIONS: Mapping[str, str] = {
     'pip install ".[deepspeed]"': f"pip install {DRY_RUN} '{REPOSITORY}[deepspeed]'",
     "make demo": f"make -C {REPOSITORY} -o .venv/installed demo ENGINE=fsdp2 OUT=$PWD/demo",
     "make test": f"make -C {REPOSITORY} -o .venv/installed -n test",
-    # The script sets up no engine.
+    # The script of this test does not choose an engine.
     "torchrun --nproc-per-node 8 -m zerostart SCRIPT ARGS": (
         "torchrun --standalone --nproc-per-node 2 -m zerostart --engine fsdp2 SCRIPT"
     ),

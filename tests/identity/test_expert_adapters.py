@@ -1,4 +1,4 @@
-"""LoRA on experts that ranks share trains as in one process, and is saved in PEFT's format."""
+"""Test LoRA on experts that ranks share: training as in one process, PEFT's format."""
 
 import json
 import re
@@ -33,8 +33,9 @@ PARTS = "expert adapters"
 #: Number of experts, and Mixtral's names of the projections.
 EXPERTS, MIXTRAL = 8, ("w1", "w3", "w2")
 FSDP2 = partial(Layout, "fsdp2")
-#: Rounding of small gradients, which AdamW enlarges. Plain PEFT in one process differs by 1.7e-5 between one
-#: micro-batch and two or four, and by up to 5.5e-5 from float64, in the last factor B of ``gate_up_proj``.
+#: Tolerance for rounding in small gradients, which AdamW enlarges. In the last factor B of ``gate_up_proj``,
+#: plain PEFT in one process differs by 1.7e-5 between one micro-batch and two or four, and by up to 5.5e-5
+#: from float64.
 TOLERANCE = {"deepseek_v3": 3e-5}
 FAST = [("qwen3_moe", 2, FSDP2(experts=2)), ("gpt_oss", 2, Layout(experts=2, accumulation=2))]
 
@@ -66,7 +67,7 @@ def pretrained(path: Path) -> nn.Module:
 
 
 def train_alone(path: Path) -> tuple[dict[str, torch.Tensor], Trace]:
-    """One process with plain PEFT: the adapters before and after."""
+    """Train in one process with plain PEFT; return the first adapters and the trace."""
     models: list[nn.Module] = []
 
     def fill(path: Path) -> nn.Module:
@@ -83,7 +84,10 @@ def train_alone(path: Path) -> tuple[dict[str, torch.Tensor], Trace]:
 def train(
     path: Path, layout: Layout, out: Path, steps: range = range(STEPS)
 ) -> tuple[dict[str, torch.Tensor], Trace]:
-    """Train ``steps``, from the state in ``out`` and to it where they are not all; save the last."""
+    """Train ``steps`` of a run, and save the adapters after its last step.
+
+    All formats are saved. A run in two parts saves its training state in ``out``, and resumes from there.
+    """
     training, trace = Training(path, layout, PARTS), Trace()
     start = adapters_of(training.model)
     if steps.start:
@@ -117,20 +121,20 @@ def test_adapters_train_as_in_one_process(
     from transformers import AutoModelForCausalLM
 
     path = checkpoint(kind, folder)
-    start, wanted = run_ranks(train_alone, 1, path)[0]
-    for found_start, found in run_ranks(train, world, path, layout, tmp_path, timeout=240):
-        assert found_start.keys() == start.keys()
-        assert all(torch.equal(found_start[name], tensor) for name, tensor in start.items())
-        wrong = differences(found, wanted, TOLERANCE.get(kind, 1e-5))
+    start, expected = run_ranks(train_alone, 1, path)[0]
+    for actual_start, actual in run_ranks(train, world, path, layout, tmp_path, timeout=240):
+        assert actual_start.keys() == start.keys()
+        assert all(torch.equal(actual_start[name], tensor) for name, tensor in start.items())
+        wrong = differences(actual, expected, TOLERANCE.get(kind, 1e-5))
         assert wrong == [], "\n".join(wrong)
     tokens = next(batches(1))[0]
     logits = []
     for name in ("adapter", "by PEFT"):
         plain = AutoModelForCausalLM.from_pretrained(path)
         adapted: Any = PeftModel.from_pretrained(plain, tmp_path / name).eval()
-        assert adapters_of(adapted).keys() == wanted.weights.keys()
+        assert adapters_of(adapted).keys() == expected.weights.keys()
         for key, tensor in adapters_of(adapted).items():
-            assert torch.equal(tensor, found.weights[key])
+            assert torch.equal(tensor, actual.weights[key])
         logits.append(adapted(input_ids=tokens).logits)
     if kind != "gpt_oss":
         assert_one_by_one(tmp_path / "experts", tmp_path / "adapter", kind)
@@ -140,17 +144,20 @@ def test_adapters_train_as_in_one_process(
 
 
 def assert_one_by_one(experts: Path, fused: Path, kind: str) -> None:
-    """Compare each expert's factors with what vLLM makes of PEFT's (``_stack_moe_lora_weights``)."""
+    """Compare the factors of each expert with those that vLLM cuts from PEFT's.
+
+    vLLM's function is ``_stack_moe_lora_weights``.
+    """
     single = load_file(experts / "adapter_model.safetensors")
-    together = load_file(fused / "adapter_model.safetensors")
+    stacked = load_file(fused / "adapter_model.safetensors")
     config = json.loads((experts / "adapter_config.json").read_text())
     projections = MIXTRAL if kind == "mixtral" else ("gate_proj", "up_proj", "down_proj")
     assert set(projections) < set(config["target_modules"])
     assert config["target_parameters"] is None
-    layers = [name.partition(".experts.")[0] for name in together if ".experts.lora_A" in name]
+    layers = [name.partition(".experts.")[0] for name in stacked if ".experts.lora_A" in name]
     for layer in layers:
         gate_up_a, gate_up_b, down_a, down_b = (
-            together.pop(f"{layer}.experts.{path}lora_{factor}.weight")
+            stacked.pop(f"{layer}.experts.{path}lora_{factor}.weight")
             for path in ("base_layer.", "")
             for factor in "AB"
         )
@@ -164,7 +171,7 @@ def assert_one_by_one(experts: Path, fused: Path, kind: str) -> None:
                 assert torch.equal(single.pop(f"{stem}.lora_A.weight"), expected[0][e])
                 assert torch.equal(single.pop(f"{stem}.lora_B.weight"), expected[1][:, :, e])
     assert layers
-    assert single.keys() == together.keys()
+    assert single.keys() == stacked.keys()
 
 
 @pytest.mark.parametrize(
@@ -181,28 +188,28 @@ def test_adapters_resume_on_other_ranks(
     world: int, layout: Layout, after: int, then: Layout, folder: Path, tmp_path: Path
 ) -> None:
     path = checkpoint("mixtral", folder)
-    _, wanted = run_ranks(train_alone, 1, path)[0]
+    _, expected = run_ranks(train_alone, 1, path)[0]
     _, first = run_ranks(train, world, path, layout, tmp_path, range(2), timeout=240)[0]
-    for _, found in run_ranks(train, after, path, then, tmp_path, range(2, STEPS), timeout=240):
-        found.losses, found.norms = first.losses + found.losses, first.norms + found.norms
-        wrong = differences(found, wanted)
+    for _, actual in run_ranks(train, after, path, then, tmp_path, range(2, STEPS), timeout=240):
+        actual.losses, actual.norms = first.losses + actual.losses, first.norms + actual.norms
+        wrong = differences(actual, expected)
         assert wrong == [], "\n".join(wrong)
 
 
 class ChangedWeights(TorchDispatchMode):
-    """Counts the experts' weights with adapters added that are in memory at one time."""
+    """Count the experts' weights with adapters added: in total, and at the peak."""
 
     def __init__(self) -> None:
         super().__init__()
         self._storages: list[StorageWeakRef] = []
-        self.made, self.most = 0, 0
+        self.total, self.peak = 0, 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         if function is torch.ops.aten.baddbmm.default and result.numel():
             self._storages.append(StorageWeakRef(result.untyped_storage()))
-            self.made += 1
-            self.most = max(self.most, self.alive())
+            self.total += 1
+            self.peak = max(self.peak, self.alive())
         return result
 
     def alive(self) -> int:
@@ -210,7 +217,10 @@ class ChangedWeights(TorchDispatchMode):
 
 
 def count_weights(path: Path, layout: Layout, checkpointing: dict[str, bool] | None) -> tuple[Any, Trace]:
-    """Take a step of a model with adapters; count weights with adapters added."""
+    """Take a step, and count the experts' weights with adapters added.
+
+    Returns the number in total, after the forward and at the peak, and the trace of the step.
+    """
     training, trace, after_forward = Training(path, layout, PARTS), Trace(), list[int]()
     if checkpointing is not None:
         training.model.gradient_checkpointing_enable(checkpointing)
@@ -219,7 +229,7 @@ def count_weights(path: Path, layout: Layout, checkpointing: dict[str, bool] | N
         training.model.register_forward_hook(lambda *_: after_forward.append(weights.alive()))
         training.step(next(batches(1))[0], trace)
     training.close()
-    return (weights.made, after_forward, weights.most), trace
+    return (weights.total, after_forward, weights.peak), trace
 
 
 @pytest.mark.parametrize(
@@ -240,16 +250,16 @@ def test_one_layers_weights_with_adapters_are_in_memory(
 ) -> None:
     layers = 4
     path = checkpoint("qwen3_moe", folder, num_hidden_layers=layers, mlp_only_layers=[])
-    _, wanted = run_ranks(train_alone, 1, path)[0]
-    for counts, found in run_ranks(count_weights, 2, path, layout, checkpointing):
+    _, expected = run_ranks(train_alone, 1, path)[0]
+    for counts, actual in run_ranks(count_weights, 2, path, layout, checkpointing):
         # Two weights of each layer, in each forward and for the backward.
         assert counts == (2 * layers * times, [0], 2)
-        assert found.losses == pytest.approx(wanted.losses[:1], rel=1e-5)
-        assert found.norms == pytest.approx(wanted.norms[:1], rel=1e-5)
+        assert actual.losses == pytest.approx(expected.losses[:1], rel=1e-5)
+        assert actual.norms == pytest.approx(expected.norms[:1], rel=1e-5)
 
 
-#: Options of LoRA, next to ``target_parameters`` of experts, and the error; "" for options that work.
 FROM_VALUES = r"init_lora_weights=True or 'gaussian'"
+#: Options of LoRA in addition to ``target_parameters`` of experts, and the error; "" for options that work.
 OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"use_rslora": True, "init_lora_weights": False}, ""),
     ({"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"q_proj": 3}, "init_lora_weights": False}, ""),
@@ -262,7 +272,7 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
 
 
 def try_options(path: Path, layout: Layout | None) -> list[tuple[Any, Any]]:
-    """Return adapters and logits for options that work, type and text of the error for others."""
+    """Return adapters and logits with each of ``OPTIONS``, or the error's type and text."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
@@ -281,7 +291,7 @@ def try_options(path: Path, layout: Layout | None) -> list[tuple[Any, Any]]:
             continue
         adapters, logits = adapters_of(model), None
         if layout is None or layout.engine == "fsdp2" or layout.stage < 3:
-            # Nothing gathers the weights of ZeRO-3 before `initialize`.
+            # Not at stage 3: hooks of `deepspeed.initialize` gather the weights for a forward.
             logits = model(input_ids=next(batches(1))[0]).logits.detach()
         results.append((adapters, logits))
     return results
@@ -296,29 +306,30 @@ def test_options_of_lora_work_or_are_refused(layout: Layout, folder: Path) -> No
     path = checkpoint("qwen3_moe", folder)
     (alone,) = run_ranks(try_options, 1, path, None)
     for rank in run_ranks(try_options, 2, path, layout, timeout=240):
-        for (options, said), (found, rest), (expected, logits) in zip(OPTIONS, rank, alone, strict=True):
-            if said:
-                assert found in (ConfigError, ValueError), options
-                assert re.search(said, rest), (options, rest)
+        for (options, message), (first, second), reference in zip(OPTIONS, rank, alone, strict=True):
+            if message:
+                assert first in (ConfigError, ValueError), options
+                assert re.search(message, second), (options, second)
                 continue
-            assert found.keys() == expected.keys()
-            assert all(torch.equal(found[name], expected[name]) for name in found), options
-            if rest is not None:
-                torch.testing.assert_close(rest, logits, atol=1e-5, rtol=1e-5)
+            adapters, logits = reference
+            assert first.keys() == adapters.keys()
+            assert all(torch.equal(first[name], adapters[name]) for name in first), options
+            if second is not None:
+                torch.testing.assert_close(second, logits, atol=1e-5, rtol=1e-5)
 
 
 def open_adapter(path: Path, adapter: Path, layout: Layout) -> dict[str, torch.Tensor]:
-    """Open a saved adapter on shared experts; the other calls are refused."""
+    """Open a saved adapter on shared experts, and check the errors of unsupported calls."""
     from peft import LoraConfig, PeftModel, get_peft_model
 
     def load() -> Any:
         return zerostart.load(path, progress=False, **layout.options())
 
-    for options, said in (
+    for options, message in (
         ({"target_parameters": ["experts.down_proj"], "lora_dropout": 0.1}, "lora_dropout"),
         ({"target_parameters": ["experts.down_proj_bias"]}, "one vector for each expert"),
     ):
-        with pytest.raises((ConfigError, ValueError), match=said):
+        with pytest.raises((ConfigError, ValueError), match=message):
             get_peft_model(load(), LoraConfig(**{"target_modules": [], **options}))
     config = LoraConfig(
         target_modules=[], target_parameters=["experts.down_proj"], lora_bias=dist.get_rank() == 1
@@ -360,17 +371,17 @@ def test_a_saved_adapter_is_opened_on_shared_experts(layout: Layout, folder: Pat
                 parameter.copy_(torch.randn(parameter.shape))
     adapted.save_pretrained(tmp_path)
     expected = adapters_of(adapted)
-    for found in run_ranks(open_adapter, 2, path, tmp_path, layout):
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    for actual in run_ranks(open_adapter, 2, path, tmp_path, layout):
+        assert actual.keys() == expected.keys()
+        assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
 
 
 @pytest.mark.parametrize("experts", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_zero3_needs_a_gradient_before_adapted_experts(experts: int, folder: Path) -> None:
     path = checkpoint("qwen3_moe", folder)
-    wanted = run_ranks(losses_alone, 1, path)[0]
+    expected = run_ranks(losses_alone, 1, path)[0]
     for losses in run_ranks(losses_of_experts, 2, path, Layout(experts=experts)):
-        assert losses == pytest.approx(wanted, abs=1e-5)
+        assert losses == pytest.approx(expected, abs=1e-5)
 
 
 def losses_alone(path: Path) -> list[float]:
@@ -396,9 +407,10 @@ def losses_of_experts(path: Path, layout: Layout) -> list[float]:
 
 
 def gradients_in_bfloat16(path: Path, layout: Layout | None, change: bool = False) -> dict[str, torch.Tensor]:
-    """Return the gradients of a second adapter, which PEFT adds frozen and keeps in float32.
+    """Return the gradients of a second adapter.
 
-    With ``change``, factors of experts change between the forward and the backward.
+    PEFT adds it frozen, and casts it to float32. With ``change``, factors of experts change between the
+    forward and the backward.
     """
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
@@ -433,7 +445,7 @@ def gradients_in_bfloat16(path: Path, layout: Layout | None, change: bool = Fals
     gradients = gather_gradients(model, layout.experts)
     engine.destroy()
     for name in gradients:
-        if ".experts." in name and "lora_B" in name:  # experts are the inner part of its columns
+        if ".experts." in name and "lora_B" in name:  # its columns are ordered (r, expert)
             parts = [part.unflatten(1, (2, -1)) for part in gradients[name].chunk(layout.experts)]
             gradients[name] = torch.cat(parts, 2).flatten(1)
     return gradients
@@ -453,17 +465,17 @@ def test_float32_adapters_of_a_bfloat16_model_have_averaged_gradients(
     world: int, layout: Layout, change: bool, folder: Path
 ) -> None:
     path = checkpoint("qwen3_moe", folder)
-    (wanted,) = run_ranks(gradients_in_bfloat16, 1, path, None, change)
-    for found in run_ranks(gradients_in_bfloat16, world, path, layout, change):
-        assert found.keys() == wanted.keys()
-        for name, gradient in wanted.items():
+    (expected,) = run_ranks(gradients_in_bfloat16, 1, path, None, change)
+    for actual in run_ranks(gradients_in_bfloat16, world, path, layout, change):
+        assert actual.keys() == expected.keys()
+        for name, gradient in expected.items():
             torch.testing.assert_close(
-                found[name].float(), gradient, atol=0.1 * gradient.abs().max().item(), rtol=0
+                actual[name].float(), gradient, atol=0.1 * gradient.abs().max().item(), rtol=0
             )
 
 
 def second_derivatives(path: Path, layout: Layout | None) -> torch.Tensor:
-    """Return the gradient of a penalty on gradients, as of adversarial training."""
+    """Return the gradient of a penalty on gradients, as in adversarial training."""
     from transformers import AutoModelForCausalLM
 
     if layout is None:
@@ -481,6 +493,6 @@ def second_derivatives(path: Path, layout: Layout | None) -> torch.Tensor:
 
 def test_gradients_through_shared_experts_have_gradients(folder: Path) -> None:
     path = checkpoint("qwen3_moe", folder)
-    (wanted,) = run_ranks(second_derivatives, 1, path, None)
-    for found in run_ranks(second_derivatives, 2, path, Layout(stage=2, experts=2)):
-        torch.testing.assert_close(found, wanted, atol=1e-5 * wanted.abs().max().item(), rtol=0)
+    (expected,) = run_ranks(second_derivatives, 1, path, None)
+    for actual in run_ranks(second_derivatives, 2, path, Layout(stage=2, experts=2)):
+        torch.testing.assert_close(actual, expected, atol=1e-5 * expected.abs().max().item(), rtol=0)

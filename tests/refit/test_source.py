@@ -58,7 +58,7 @@ def test_a_source_yields_what_a_save_writes(
 
 
 def _send_by_verl(path: Path, out: Path) -> tuple[dict[str, str], dict[str, str]]:
-    """On one rank: save, and send by verl's base engine and in the chunks of its other engines."""
+    """Save; send with verl's base engine, and in chunks as its other engines do."""
     from verl.checkpoint_engine import CheckpointEngineRegistry
     from verl.checkpoint_engine.base import merge_weight_chunks, split_weight_chunks
 

@@ -1,6 +1,6 @@
-"""TRL's SFT with LoRA on experts that ranks share trains as in one process.
+"""Compare TRL's SFT with LoRA on experts that ranks share with one process.
 
-Here because TRL is in the environment of ``make serving``.
+The test is among those of serving, because their environment (``make serving``) has TRL.
 """
 
 import os
@@ -52,8 +52,8 @@ def fine_tune(
         ddp_backend="gloo",
         model_init_kwargs={"dtype": "float32"},
         adam_epsilon=1e-4,
-        # TRL's default adds the model's auxiliary loss, which is no mean over tokens: with any data
-        # parallelism it differs from that of the whole batch.
+        # TRL's default adds the model's auxiliary loss. That is not a mean over tokens, so with any data
+        # parallelism it differs from the loss of the whole batch.
         router_aux_loss_coef=0.0,
         **options,
     )
@@ -102,5 +102,5 @@ def test_sft_with_adapters_of_shared_experts(kind: str, engine: str, folder: Pat
         PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(path), tmp_path / name)
         for name in ("ours", "alone")
     ]
-    found, wanted = (model(input_ids=SEQUENCES[:2]).logits for model in models)
-    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+    actual, reference = (model(input_ids=SEQUENCES[:2]).logits for model in models)
+    torch.testing.assert_close(actual, reference, atol=1e-5, rtol=1e-5)

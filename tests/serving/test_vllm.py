@@ -208,10 +208,10 @@ def test_vllm_adds_to_each_expert_what_peft_merges(family: str, engines: Any, tm
     path = create_checkpoint(family, tmp_path)
     run_ranks(save_adapters, 2, path, tmp_path, {**FSDP2, "expert_parallel": 2}, timeout=180)
     base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    wanted = {name: -tensor for name, tensor in base.state_dict().items()}
+    expected = {name: -tensor for name, tensor in base.state_dict().items()}
     merged: Any = PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload()
     for name, tensor in merged.state_dict().items():
-        wanted[name] += tensor
+        expected[name] += tensor
 
     # vLLM's experts with LoRA need Triton to run, so vLLM's build for CPUs can only load the adapter.
     engine = engines(path, "bfloat16", enable_lora=True, max_lora_rank=8, lora_dtype=torch.float32)
@@ -227,12 +227,12 @@ def test_vllm_adds_to_each_expert_what_peft_merges(family: str, engines: Any, tm
         elif name.endswith("o_proj"):
             actual[f"{name}.weight"] = module.lora_b_stacked[0][0, 0] @ module.lora_a_stacked[0][0, 0]
     # vLLM has the query and value projections in one layer, unlike PEFT.
-    changed = {name for name, tensor in wanted.items() if tensor.any()}
+    changed = {name for name, tensor in expected.items() if tensor.any()}
     assert actual.keys() == {
         name for name in changed if not name.endswith(("q_proj.weight", "v_proj.weight"))
     }
     for name, tensor in actual.items():
-        torch.testing.assert_close(tensor, wanted[name], atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(tensor, expected[name], atol=1e-6, rtol=1e-5)
 
 
 def _request(address: str, route: str, body: dict[str, Any] | None = None) -> dict[str, Any]:

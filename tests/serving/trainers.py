@@ -19,7 +19,7 @@ def shards(model: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def adapted(model: torch.nn.Module, experts: bool = False) -> torch.nn.Module:
-    """Add equal LoRA adapters on every rank; with ``experts`` on all experts, too."""
+    """Add equal LoRA adapters on every rank, with ``experts`` to experts as well."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(7)
@@ -37,7 +37,8 @@ def adapted(model: torch.nn.Module, experts: bool = False) -> torch.nn.Module:
 def push_changed(path: Path, out: Path, address: str, workers: int, options: dict[str, Any]) -> str:
     """Push, change the weights, save them to ``out``, and push again.
 
-    With ``lora`` in ``options`` only adapters change, and are merged; "experts" adapts experts, too.
+    With ``lora`` in ``options``, only adapters change, and they are merged. ``lora="experts"`` adds some to
+    experts as well.
     """
     options = dict(options)
     lora = options.pop("lora", False)

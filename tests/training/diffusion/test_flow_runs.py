@@ -21,7 +21,7 @@ from tests.training.diffusion.flow_pipelines import PIPELINES, draw_with_pipelin
 
 #: Error that the runner promises in fp32, relative to a loss or to the norm of a weight.
 RTOL = 1e-5
-#: AdamW's own 1e-8 turns the rounding of a gradient that is nearly zero into a full step.
+#: AdamW's default of 1e-8 turns the rounding of a gradient near zero into a full step.
 EPS = {"eps": 1e-6}
 #: A bias of attention keys, which has no effect on the softmax: AdamW turns the rounding in its gradient into
 #: full steps.
