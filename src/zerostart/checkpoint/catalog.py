@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from zerostart.checkpoint.storage import Storage
 from zerostart.checkpoint.storage.files import FileState
@@ -49,8 +49,7 @@ TORCH_NAMES: Mapping[str, str] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
+class TensorEntry(NamedTuple):
     """Checkpoint tensor: the file and offset of its elements.
 
     What torch loads of it shares memory with the tensors of the same file and storage.

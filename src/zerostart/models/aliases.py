@@ -46,7 +46,7 @@ class Slot:
 #: Attributes in which every module registers tensors.
 _REGISTERED = frozenset(("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"))
 #: Types of objects that hold no tensors.
-_ATOMS: tuple[type, ...] = (str, bytes, int, float, complex, type(None), type, types.ModuleType)
+_ATOMS: tuple[type, ...] = (type(None), int, str, bytes, float, complex, type, types.ModuleType)
 _ATOMS += (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, torch.Generator)
 
 
@@ -86,7 +86,7 @@ def _visit(value: object, visited: dict[int, object]) -> bool:
 
 def _holds_nothing(value: object) -> bool:
     # Instances of subclasses may have attributes too.
-    return isinstance(value, _ATOMS) or (type(value) in (dict, OrderedDict, list, tuple) and not value)
+    return (type(value) in (dict, OrderedDict, list, tuple) and not value) or isinstance(value, _ATOMS)
 
 
 def _module_slot(module: nn.Module, path: str) -> Slot:

@@ -83,14 +83,8 @@ class Op:
 
 aten = torch.ops.aten
 _IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]  # a function mode sees this getter
-_OVERWRITING = {
-    aten.normal_.default,
-    aten.uniform_.default,
-    aten.fill_.Scalar,
-    aten.fill_.Tensor,
-    aten.zero_.default,
-    aten.copy_.default,
-}
+_FILLING = {aten.normal_.default, aten.uniform_.default, aten.fill_.Scalar, aten.zero_.default}
+_OVERWRITING = {*_FILLING, aten.fill_.Tensor, aten.copy_.default}
 
 
 @functools.cache
@@ -189,6 +183,12 @@ class OperatorLog(TorchDispatchMode):
         self, func: OpOverload, types: object, args: Arguments = (), kwargs: Keywords | None = None
     ) -> object:
         kwargs = kwargs or {}
+        if func in _FILLING and _is_meta(args[0]):
+            # The call itself changes nothing on meta, and takes most of the time of initialisers.
+            with torch._C.DisableTorchFunction():
+                kept = _snapshot(args)
+                self.ops.append(Op(func, kept, kwargs, kept[0]))
+            return args[0]
         if self._asks_values(func, args, kwargs):
             with torch._C.DisableTorchFunction():
                 return func(*self.values([args[0]], torch.device("cpu")), *args[1:], **kwargs)

@@ -167,7 +167,8 @@ _reported: set[str] = set()
 
 
 def _warn_of_newer_releases() -> None:
-    newer = [library for library in LIBRARIES if library.name not in _reported and library.is_new()]
+    imported = [library for library in LIBRARIES if library.name in sys.modules]
+    newer = [library for library in imported if library.name not in _reported and library.is_new()]
     _reported.update(library.name for library in newer)
     if newer and is_first_rank():
         logger.warning(

@@ -90,13 +90,13 @@ def _over(old: nn.Parameter, name: str, local: torch.Tensor) -> nn.Parameter:
 
 
 def require_dtensor(parameter: nn.Parameter, name: str) -> DTensor:
-    """Return the parameter's data, a DTensor; raise EngineError for other tensors."""
-    data = parameter.data
-    if not isinstance(data, DTensor):
+    """Return the parameter as a DTensor; raise EngineError for other tensors."""
+    tensor: torch.Tensor = parameter
+    if not isinstance(tensor, DTensor):
         raise EngineError(
-            f"fully_shard left {name}, of shape {tuple(data.shape)}, unsharded; this is a bug in zerostart"
+            f"fully_shard left {name}, of shape {tuple(tensor.shape)}, unsharded; this is a bug in zerostart"
         )
-    return data
+    return tensor
 
 
 def sharded_layout(parameter: DTensor, rank: int) -> Layout:
