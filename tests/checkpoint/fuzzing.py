@@ -376,9 +376,10 @@ def _safetensors_reader(*patterns: str) -> Callable[[Path], Values]:
 
 
 def _read_index(root: Path) -> Values:
-    files = sorted(
-        set(json.loads((root / "model.safetensors.index.json").read_bytes())["weight_map"].values())
-    )
+    index = root / "model.safetensors.index.json"
+    if not index.exists():  # a directory with one file, once index and other file are deleted
+        return _safetensors_reader("*.safetensors")(root)
+    files = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
     return _safetensors_reader(*files)(root)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import struct
 import time
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.checkpoint.fuzzing import FORMATS, write
 from zerostart.checkpoint.catalog import Assembled
 from zerostart.checkpoint.formats.training import check_whole, training_states
 from zerostart.checkpoint.source import open_catalog
@@ -49,6 +51,15 @@ def write_zero3(folder: Path, lengths: tuple[int, ...], **model_states: Any) -> 
             folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt",
         )
     return folder
+
+
+def test_a_part_of_another_size_than_the_metadata_says_is_refused(tmp_path: Path) -> None:
+    """torch would fill only the elements that the metadata names."""
+    files = FORMATS["DCP"]()
+    metadata = pickle.loads(files[".metadata"])
+    metadata.state_dict_metadata["model.v"].chunks[1].sizes = torch.Size([1])
+    write(files | {".metadata": pickle.dumps(metadata)}, tmp_path / "c")
+    error_of(lambda: open_catalog(tmp_path / "c"), "part of 'v' is stored in another shape")
 
 
 def test_unequal_partitions_are_refused(tmp_path: Path) -> None:

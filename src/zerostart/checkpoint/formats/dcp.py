@@ -68,7 +68,11 @@ class TorchDistributed(TrainingFormat):
         contents.add(stored.values())
         for key, name in _names(described, value, path).items():
             shape, dtype, boxes = described[key]
-            parts = [(stored[key, origin], origin) for origin in boxes if (key, origin) in stored]
+            parts = [(stored[key, origin], origin) for origin, _ in boxes if (key, origin) in stored]
+            if any((key, at) in stored and stored[key, at].shape != size for at, size in boxes):
+                raise CheckpointError(
+                    f"{path}: a part of {shown(name)} is stored in another shape: {DAMAGED}"
+                )
             # A scalar state is a counter such as `step`: its value is read now, and no tensor is planned.
             kind, _, parameter = name.partition(STATE)
             if parameter and shape == () and len(parts) == 1:
@@ -117,8 +121,8 @@ def _flat(name: str, kind: str) -> tuple[str, str] | None:
     return (parameter, key) if name.startswith(kind) and parameter else None
 
 
-#: Shape, dtype and the origins of the boxes of a tensor.
-Described = tuple[tuple[int, ...], str, list[tuple[int, ...]]]
+#: Shape, dtype, and origins and sizes of the boxes of a tensor.
+Described = tuple[tuple[int, ...], str, list[tuple[tuple[int, ...], tuple[int, ...]]]]
 
 
 def _described(value: object, path: Path) -> dict[str, Described]:
@@ -139,7 +143,9 @@ def _described(value: object, path: Path) -> dict[str, Described]:
                 f"{path}: tensor {shown(str(key))} has a type that this version does not read"
             )
         boxes = [
-            _sizes(chunk.get("offsets"), path) for chunk in chunks or () if isinstance(chunk, InertObject)
+            (_sizes(chunk.get("offsets"), path), _sizes(chunk.get("sizes"), path))
+            for chunk in chunks or ()
+            if isinstance(chunk, InertObject)
         ]
         out[str(key)] = (_sizes(entry.get("size"), path), spelled, boxes)
     return out
