@@ -254,7 +254,8 @@ def local_parameters(module: nn.Module) -> Iterator[None]:
     # Python finds plain attributes before parameters. Engines need unchanged parameters during the forward.
     vars(module).update(tensors)
     # Hooks of the caller, such as those of gradient checkpointing, already choose the tensors to save.
-    hooks = None if has_saving_hooks() else _recompute_hooks(module, products, tensors)
+    save_all = not products or has_saving_hooks()
+    hooks = None if save_all else _recompute_hooks(module, products, tensors)
     try:
         with hooks or contextlib.nullcontext():
             yield

@@ -108,13 +108,9 @@ def _counts_users() -> bool:
 
 
 def has_saving_hooks() -> bool:
-    """Return True inside ``saved_tensors_hooks``, or if that is unknown."""
-    return not _shows_hooks() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-
-
-@functools.cache
-def _shows_hooks() -> bool:
-    return not find_misfits((_SAVING,))
+    """Return True inside ``saved_tensors_hooks``."""
+    need(_SAVING)
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def asks_for_memory(error: Exception) -> bool:
