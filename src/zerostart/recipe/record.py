@@ -252,12 +252,12 @@ def _are_equal_views(a: torch.Tensor, b: torch.Tensor) -> bool:
 def _are_disjoint(a: torch.Tensor, b: torch.Tensor) -> bool:
     if not a.numel() or not b.numel():
         return True
-    (first, stop), (other, end) = _span(a), _span(b)
+    (first, stop), (other, end) = byte_span(a), byte_span(b)
     return stop <= other or end <= first
 
 
-def _span(t: torch.Tensor) -> tuple[int, int]:
-    """Return the first byte, and the byte after the last."""
+def byte_span(t: torch.Tensor) -> tuple[int, int]:
+    """Return a tensor's first byte in its storage, and the byte after the last."""
     width, first = t.element_size(), int(t.storage_offset())
     last = first + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
     return first * width, (last + 1) * width

@@ -156,17 +156,22 @@ class Computed:
 
 def find_leaves(pieces: Sequence[Piece]) -> set[str]:
     """Return the checkpoint tensors that ``pieces`` depend on."""
-    names: set[str] = set()
+    return {str(source) for source in find_sources(pieces)}
+
+
+def find_sources(pieces: Sequence[Piece]) -> set[object]:
+    """Return the sources that ``pieces`` depend on, also by computations."""
+    sources: set[object] = set()
     visited: set[int] = set()
     todo: list[object] = [source for piece in pieces for source in piece.source]
     while todo:
         source = todo.pop()
         if not isinstance(source, Computed):
-            names.add(str(source))
+            sources.add(source)
         elif id(source) not in visited:
             visited.add(id(source))
             todo += [s for operand in source.operands for piece in operand.pieces for s in piece.source]
-    return names
+    return sources
 
 
 aten = torch.ops.aten

@@ -24,13 +24,13 @@ from zerostart import geometry
 from zerostart.errors import ConversionError
 from zerostart.geometry import Box, Piece
 from zerostart.recipe.memory import Memory, get_fill_value, is_view, is_write, iter_tensors, map_tensors
-from zerostart.recipe.operators import cast, expand, permute, reshape, take_slice
+from zerostart.recipe.operators import cast, expand, permute, reshape
 from zerostart.recipe.recipe import Coverage, Recipe, Recipes, Target
-from zerostart.recipe.record import box_view
+from zerostart.recipe.record import box_view, byte_span
 from zerostart.recipe.recording import trace_call
 from zerostart.recipe.refusals import refusal
 from zerostart.recipe.symbolic import SymbolicTensor, snapshot
-from zerostart.recipe.values import Computed, Value, list_names, make_constant
+from zerostart.recipe.values import Computed, Value, find_sources, list_names, make_constant
 from zerostart.recipe.views import StridedLayout
 from zerostart.upstream.types import Arguments, Keywords
 
@@ -106,7 +106,7 @@ def _recipes(
         filled = tuple(piece for piece in value.pieces if not isinstance(piece.source[0], Kept))
         if not filled:
             continue
-        sources = _sources(filled)
+        sources = find_sources(filled)
         old = next((source for source in sources if isinstance(source, Kept)), None)
         if old is not None:
             raise ConversionError(f"{known_as} fills {name} from {old}, which no push can know")
@@ -118,22 +118,8 @@ def _recipes(
         if lacking:
             partial[name] = lacking
     missing = tuple(name for name in tensors if name not in by_name)
-    unexpected = tuple(name for name, symbol in symbols.items() if not _sources(symbol.pieces) & used)
+    unexpected = tuple(name for name, symbol in symbols.items() if not find_sources(symbol.pieces) & used)
     return Recipes(by_name, Coverage(missing, unexpected), partial=partial)
-
-
-def _sources(pieces: Sequence[Piece]) -> set[object]:
-    sources: set[object] = set()
-    visited: set[int] = set()
-    todo: list[object] = [source for piece in pieces for source in piece.source]
-    while todo:
-        source = todo.pop()
-        if not isinstance(source, Computed):
-            sources.add(source)
-        elif id(source) not in visited:
-            visited.add(id(source))
-            todo += [s for operand in source.operands for piece in operand.pieces for s in piece.source]
-    return sources
 
 
 class OwnMemory(Memory):
@@ -201,12 +187,12 @@ def _merge(base: Value, writes: Sequence[tuple[Box, Value]]) -> tuple[Piece, ...
         meets = (low[number + 1 :] < high[number]) & (high[number + 1 :] > low[number])
         later = [writes[number + 1 + int(i)][0] for i in np.flatnonzero(meets.all(axis=1))]
         for part in _subtract(box, later):
-            pieces += _shift(new, box, part)
+            pieces += _cut(new, box, part)
             filled += part.numel
     whole = Box((0,) * rank, base.shape)
     if filled < whole.numel:
         for part in _subtract(whole, [box for box, _ in writes]):
-            unwritten += _shift(base, whole, part)
+            unwritten += _cut(base, whole, part)
     # Adjacent experts form one run of tensors, like stacked experts in a conversion.
     for dim in range(rank):
         pieces.sort(key=lambda p: (p.origin[:dim], p.origin[dim + 1 :], p.origin[dim]))
@@ -221,15 +207,15 @@ def _subtract(box: Box, covers: Sequence[Box]) -> list[Box]:
     return parts
 
 
-def _shift(value: Value, box: Box, part: Box) -> Iterator[Piece]:
+def _cut(value: Value, box: Box, part: Box) -> tuple[Piece, ...]:
+    """Return the pieces of ``part`` of a ``value`` that fills ``box``."""
+    pieces = value.pieces
     for dim, (at, size) in enumerate(zip(part.origin, part.extent, strict=True)):
         if size != box.extent[dim]:
             first = at - box.origin[dim]
-            value = take_slice(value, dim, first, first + size)
-    pieces = value.pieces
-    for dim, at in enumerate(part.origin):
+            pieces = geometry.crop(pieces, dim, first, first + size)
         pieces = geometry.shift(pieces, dim, at)
-    yield from pieces
+    return pieces
 
 
 @dataclass(slots=True)
@@ -262,8 +248,8 @@ class OwnTensors:
         spans: dict[int, list[tuple[int, int, str, torch.Tensor]]] = {}
         for name, tensor in self.tensors.items():
             if tensor.numel() and not isinstance(tensor, SymbolicTensor):
-                start, stop = _span(tensor)
-                spans.setdefault(_storage(tensor), []).append((start, stop, name, tensor))
+                storage = tensor.untyped_storage()._cdata
+                spans.setdefault(storage, []).append((*byte_span(tensor), name, tensor))
         for storage, entries in spans.items():
             # Larger tensors first: a view follows its base.
             entries.sort(key=lambda entry: (entry[0], -entry[1]))
@@ -283,10 +269,10 @@ class OwnTensors:
         """Return the region that contains ``tensor``; None for a tensor of somebody else."""
         if isinstance(tensor, SymbolicTensor) or tensor.layout != torch.strided or not tensor.numel():
             return None
-        regions = self._regions.get(_storage(tensor))
+        regions = self._regions.get(tensor.untyped_storage()._cdata)
         if not regions:
             return None
-        start, stop = _span(tensor)
+        start, stop = byte_span(tensor)
         region = regions[bisect_right(regions, start, key=lambda each: each.start) - 1]
         return region if region.start <= start and stop <= region.stop else None
 
@@ -306,36 +292,16 @@ class OwnTensors:
 
     def shown(self, tensor: torch.Tensor) -> Value | None:
         """Return the final contents of an own tensor; None without a write."""
-        _, instead = self.replaced.get(id(tensor), (None, None))
-        if instead is not None:
-            tensor = instead
-        region = self.region(tensor)
-        if region is None:
-            return snapshot(tensor).value if instead is not None else None
-        if not region.memory.written:
-            return None if instead is None else _value(self.twin(tensor))
-        if region.read:
+        _, current = self.replaced.get(id(tensor), (tensor, tensor))
+        region = self.region(current)
+        is_written = region is not None and region.memory.written
+        if current is tensor and not is_written:
+            return None
+        if region is not None and is_written and region.read:
             raise ConversionError(
                 f"{self.known_as} uses values that {region.name} has before the load, and then fills it"
             )
-        return _value(self.twin(tensor))
-
-
-def _value(tensor: torch.Tensor) -> Value:
-    assert isinstance(tensor, SymbolicTensor), "the twin of an own tensor is symbolic"
-    return tensor.value
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    key: int = tensor.untyped_storage()._cdata
-    return key
-
-
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    width = tensor.element_size()
-    start = int(tensor.storage_offset()) * width
-    reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    return start, start + (reach + 1) * width
+        return snapshot(self.twin(current)).value
 
 
 class Following(TorchDispatchMode):
@@ -353,7 +319,9 @@ class Following(TorchDispatchMode):
         kwargs: Keywords | None = None,
     ) -> Any:
         """Run ``func`` on the symbolic views of its arguments."""
-        kwargs = _off_meta(func, kwargs or {})
+        kwargs = kwargs or {}
+        if torch.device(kwargs.get("device") or "cpu").type == "meta":
+            kwargs = {**kwargs, "device": torch.device("cpu")}
         operands = list(iter_tensors((args, kwargs.values())))
         regions = [region for t in operands if (region := self._own.region(t)) is not None]
         if not regions:
@@ -412,13 +380,6 @@ class Following(TorchDispatchMode):
                 f"{self._own.known_as} copies {list_names(*weights)} ({func}) into a tensor of shape "
                 f"{list(args[0].shape)} that is none of its parameters and buffers"
             )
-
-
-def _off_meta(func: OpOverload, kwargs: Keywords) -> Keywords:
-    device = kwargs.get("device")
-    if device is None or torch.device(str(device)).type != "meta":
-        return kwargs
-    return {**kwargs, "device": torch.device("cpu")}
 
 
 class _Replacing(TorchFunctionMode):
