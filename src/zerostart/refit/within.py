@@ -29,10 +29,9 @@ from zerostart.refit.receiver import FillPlan, Receiver
 from zerostart.refit.wire import Driver
 from zerostart.transfer.execute import Progress, execute
 from zerostart.transfer.planning import Plan
-from zerostart.transfer.planning.writes import Write
-from zerostart.transfer.staging import HostStaging, copy_strided
+from zerostart.transfer.staging import HostStaging
 from zerostart.transfer.tuning import push_threads
-from zerostart.transfer.writing import write_out
+from zerostart.transfer.writing import gather_parts, report_rows, write_out
 
 T = TypeVar("T")
 #: Maximum size of the ranges that a rank requests in one round, in bytes.
@@ -187,23 +186,14 @@ class Rounds:
             if self._device.type == "cpu":
                 write_out(replace(self._source, writes=writes), self._storages, band, push_threads(), add)
             else:
-                for write in writes:
-                    self._copy_on_device(write, band.elements(write), add is not None)
+                with torch.no_grad():
+                    for write in writes:
+                        elements = band.elements(write)
+                        gather_parts(write, self._storages, elements)
+                        report_rows(write, elements, add)
         for number in numbers:
             self._is_summed[number] = 1
         return band
-
-    def _copy_on_device(self, write: Write, window: torch.Tensor, is_summed: bool) -> None:
-        with torch.no_grad():
-            for part in write.parts:
-                # The loops of a write are those of a read with source and target exchanged.
-                loops = [(size, local, far) for size, far, local in part.loops]
-                count = 1 + sum((size - 1) * local for size, local, _ in loops)
-                shard_values = self._storages[part.target].elements(part.to, count)
-                copy_strided(window, part.at // part.dtype.itemsize, shard_values, loops)
-        for first, count, step, rows in write.rows() if is_summed else ():
-            values = window.as_strided((rows, count), (step, 1), int(window.storage_offset()) + first)
-            self._sums.add_rows(write.name, write.first + first, step, values)
 
 
 def _select_ranges(runs: ByteSet, ranges: Sequence[Range]) -> list[tuple[Range, ByteSet]]:

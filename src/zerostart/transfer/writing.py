@@ -115,7 +115,7 @@ class _Writing:
         if on_device:
             # The accelerator collects, casts and sums: fewer bytes to copy, and less work for the host.
             data = self._collect_on_device(write, room)
-            self._note(write, data)
+            report_rows(write, data, self.on_write)
             if self.writer is None:
                 return
             lead = self.writer.lead(write.name, write.first * write.dtype.itemsize)
@@ -129,14 +129,7 @@ class _Writing:
                 place = (write.first + first) * width
                 self.writer.write_rows(write.name, span, place, count * width, step * width, rows)
         if not on_device:
-            self._note(write, data)
-
-    def _note(self, write: Write, data: torch.Tensor) -> None:
-        if self.on_write is None:
-            return
-        for first, count, step, rows in write.rows():
-            row_elements = data.as_strided((rows, count), (step, 1), int(data.storage_offset()) + first)
-            self.on_write(write.name, write.first + first, step, row_elements)
+            report_rows(write, data, self.on_write)
 
     def _collect_on_device(self, write: Write, room: _Room) -> torch.Tensor:
         if len(write.parts) == 1 and write.count == write.span and is_one_run(write.parts[0].loops):
@@ -146,16 +139,8 @@ class _Writing:
                 return elements
             return room.device_elements(write.span, write.dtype).copy_(elements)
         data = room.device_elements(write.span, write.dtype)
-        self._gather(write, data)
+        gather_parts(write, self.storages, data)
         return data
-
-    def _gather(self, write: Write, data: torch.Tensor) -> None:
-        for part in write.parts:
-            # A write is a reversed read: the storage is the source, the window in the file the target.
-            loops = [(size, local, far) for size, far, local in part.loops]
-            at = part.at // part.dtype.itemsize
-            count = 1 + sum((size - 1) * local for size, local, _ in loops)
-            copy_strided(data, at, self.storages[part.target].elements(part.to, count), loops)
 
     def _collect(self, write: Write, room: _Room) -> torch.Tensor:
         lead = 0
@@ -169,8 +154,27 @@ class _Writing:
                 return data
             return room.elements(write.span, write.dtype, lead).copy_(data)
         data = room.elements(write.span, write.dtype, lead)
-        self._gather(write, data)
+        gather_parts(write, self.storages, data)
         return data
+
+
+def gather_parts(write: Write, storages: Sequence[Source], data: torch.Tensor) -> None:
+    """Copy the elements of ``write`` from ``storages`` into its window ``data``."""
+    for part in write.parts:
+        # A write is a reversed read: the storage is the source, the window in the file the target.
+        loops = [(size, local, far) for size, far, local in part.loops]
+        at = part.at // part.dtype.itemsize
+        count = 1 + sum((size - 1) * local for size, local, _ in loops)
+        copy_strided(data, at, storages[part.target].elements(part.to, count), loops)
+
+
+def report_rows(write: Write, data: torch.Tensor, on_write: OnWrite | None) -> None:
+    """Call ``on_write`` with each group of rows of ``write`` in its window ``data``."""
+    if on_write is None:
+        return
+    for first, count, step, rows in write.rows():
+        row_elements = data.as_strided((rows, count), (step, 1), int(data.storage_offset()) + first)
+        on_write(write.name, write.first + first, step, row_elements)
 
 
 class _Room:
