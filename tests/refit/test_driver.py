@@ -1,6 +1,7 @@
 """Drive an engine whose own calls fail."""
 
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -37,6 +38,20 @@ class Engine:
     def leave(self) -> None:
         if self._connection is not None:
             self._connection.close()
+
+
+def test_an_engine_that_cannot_disconnect_does_not_stop_a_close(caplog: pytest.LogCaptureFixture) -> None:
+    class Gone(Engine):
+        def leave(self) -> None:
+            super().leave()
+            raise RuntimeError("the engine is gone")
+
+    weights = {"weight": torch.ones(2, 3), "bias": torch.zeros(2)}
+    model = zerostart.load(weights, lambda: nn.Linear(3, 2), engine="fsdp2", progress=False)
+    refitter = zerostart.refit(model, Gone(), timeout=20)
+    refitter.close()
+    assert not Path(refitter.address.removeprefix("unix://")).exists()
+    assert "could not disconnect: the engine is gone" in caplog.text
 
 
 def test_errors_of_an_engine_are_raised_and_the_next_push_succeeds() -> None:

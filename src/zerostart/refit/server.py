@@ -60,7 +60,10 @@ class WorkerServer:
     def close(self, is_over: bool) -> None:
         """Close all connections; with ``is_over`` workers stop, otherwise they wait for a trainer."""
         if self._driver is not None:
-            self._driver.leave()
+            try:
+                self._driver.leave()
+            except Exception as error:  # the engine may be gone
+                logger.warning("the engine's workers could not disconnect: %s", error)
         self._is_closing = True
         self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self._thread.join()

@@ -85,10 +85,7 @@ class SGLangDriver:
             self._call("update_weight_version", new_version=str(version), abort_all_requests=False)
 
     def leave(self) -> None:
-        try:
-            self._send_command({"do": "leave"}, False)
-        except Exception as error:  # the engine may be gone
-            logger.warning("SGLang's workers could not disconnect: %s", error)
+        self._send_command({"do": "leave"}, False)
 
     def _send_command(self, command: Mapping[str, Any], flush: bool) -> None:
         try:

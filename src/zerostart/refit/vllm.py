@@ -85,10 +85,7 @@ class VLLMDriver:
             )
 
     def leave(self) -> None:
-        try:
-            self._call("shutdown_weight_transfer_engine")
-        except Exception as error:  # the engine may be gone
-            logger.warning("vLLM's workers could not disconnect: %s", error)
+        self._call("shutdown_weight_transfer_engine")
 
     def _call(self, name: str, **body: Any) -> Any:
         timeout = ANSWER_TIMEOUT_S if name.startswith("shutdown") else None

@@ -199,7 +199,7 @@ class Driver(Protocol):
         ...
 
     def leave(self) -> None:
-        """Let the workers close their connections; never raise."""
+        """Let the workers close their connections; an error is logged."""
         ...
 
 
