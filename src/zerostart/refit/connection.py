@@ -179,9 +179,8 @@ class EngineWorker:
 
 def get_worker(model: nn.Module, weights: EngineWeights, role: str) -> EngineWorker:
     """Return the one worker of a model; ``role`` distinguishes workers in messages."""
-    worker = vars(model).get("_zerostart_worker")
+    worker: EngineWorker | None = vars(model).get("_zerostart_worker")
     if worker is None:
         name = f"{socket.gethostname()}-{os.getpid()}-{role}"
         worker = vars(model)["_zerostart_worker"] = EngineWorker(Receiver(weights, name=name))
-    assert isinstance(worker, EngineWorker), "set above"
     return worker

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from rich.filesize import decimal
@@ -89,8 +90,7 @@ class PushReport:
         return "\n".join(lines)
 
 
-@dataclass(frozen=True)
-class ModelWrites:
+class ModelWrites(NamedTuple):
     """Bytes of the image that this rank writes in a push."""
 
     image: Image
@@ -98,8 +98,7 @@ class ModelWrites:
     storages: list[Source]
 
 
-@dataclass(frozen=True)
-class PushTargets:
+class PushTargets(NamedTuple):
     """Workers of a push; the same on all ranks."""
 
     #: For each rank or worker: its name, or None without a target, and the bytes that it needs.

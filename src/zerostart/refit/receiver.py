@@ -10,8 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -124,8 +123,7 @@ class Receiver:
         self.engine = ModuleWeights(model, load, type(model).__name__)
 
 
-@dataclass(frozen=True)
-class _FilledTensor:
+class _FilledTensor(NamedTuple):
     """A tensor of the engine that a push fills."""
 
     recipe: Recipe
@@ -144,7 +142,7 @@ class FillPlan:
         Raises ConversionError, naming layer and operation, if the loader cannot be traced, or, with
         ``strict``, if it leaves parameters unfilled.
         """
-        self._receiver, self._engine, self._image = receiver, receiver.engine, image
+        self._receiver, self._engine, self.image = receiver, receiver.engine, image
         catalog = image.catalog()
         with self._engine.tracing() as (tensors, load):
             recipes = trace_loader(load, CheckpointSymbols(catalog), tensors, self._engine.name)
@@ -173,13 +171,13 @@ class FillPlan:
         ``supply``.
         """
         self._receiver.version = None
-        self._digests = Digests(self._image.entries_in(self.wants))
+        self._digests = Digests(self.image.entries_in(self.wants))
         stages = self._engine.stages({name: filled.whole for name, filled in self._filled.items()})
         with contextlib.closing(stages):
             for stage in stages:
                 with stage as tensors:
                     self._fill_stage({name: t for name, t in tensors.items() if name in self._filled}, supply)
-        supply.sum(self._image, self._unread, self._digests)
+        supply.sum(self.image, self._unread, self._digests)
 
     def check(self, sums: Sums, version: int) -> None:
         """Raise VerifyError, naming tensors, if they differ from the trainer's ``sums``."""
@@ -214,14 +212,14 @@ class FillPlan:
         strides: Mapping[str, tuple[int, ...]],
         partial: Mapping[str, int],
     ) -> tuple[dict[str, _FilledTensor], ByteSet]:
-        layout = self._image.layout
+        layout = self.image.layout
         copied: dict[str, list[ByteSet]] = {}
         tensors: dict[str, _FilledTensor] = {}
         all_runs: list[ByteSet] = []
         for name, recipe in recipes.items():
             back = Recipe(recipe.target, tuple(piece for piece in recipe.pieces if not _is_computed(piece)))
             placed = _layout(back, strides[name], False)
-            plan = plan_writes(layout, [(back, placed, _origin(back, True))], MAX_READ_BYTES)
+            plan = plan_writes(layout, [(back, placed, Origin(recipe.target.dtype, True))], MAX_READ_BYTES)
             runs = ByteSet.of_writes(plan, layout)
             own = {str(source) for piece in back.pieces for source in piece.source}
             dtypes = [torch_dtype(layout.tensors[source].dtype, source) for source in own]
@@ -249,12 +247,14 @@ class FillPlan:
         wanted, back = [], []
         for name in names:
             one, host, steps = self._filled[name], name in on_host, strides[name]
-            wanted.append((one.recipe, _layout(one.recipe, steps, one.whole), _destination(one.recipe, host)))
+            dtype = one.recipe.target.dtype
+            placed = _layout(one.recipe, steps, one.whole)
+            wanted.append((one.recipe, placed, Destination(name, 0, 0, dtype, host)))
             placed = _layout(one.back, steps, one.whole and len(one.back.pieces) == len(one.recipe.pieces))
-            back.append((one.back, placed, _origin(one.back, host)))
+            back.append((one.back, placed, Origin(dtype, host)))
         # page=1 aligns windows with the start of the tensor, like the rows of its digest.
-        reading = plan_writes(self._image.layout, back, MAX_READ_BYTES, page=1)
-        return self._stages.setdefault(key, (join(self._image.catalog(), wanted, NO_GAPS), reading))
+        reading = plan_writes(self.image.layout, back, MAX_READ_BYTES, page=1)
+        return self._stages.setdefault(key, (join(self.image.catalog(), wanted, NO_GAPS), reading))
 
     def _fill_stage(self, tensors: Mapping[str, torch.Tensor], supply: ImageSource) -> None:
         for name, tensor in tensors.items():
@@ -282,22 +282,12 @@ def _memory_location(tensor: torch.Tensor) -> tuple[int, int, int]:
     return tensor.untyped_storage()._cdata, int(tensor.storage_offset()), tensor.numel()
 
 
-def _origin(recipe: Recipe, host: bool) -> Origin:
-    return Origin(recipe.target.dtype, host)
-
-
-def _destination(recipe: Recipe, host: bool) -> Destination:
-    return Destination(recipe.target.name, 0, 0, recipe.target.dtype, host)
-
-
 def _layout(recipe: Recipe, strides: tuple[int, ...], whole: bool) -> Layout:
     """Return the layout of a tensor with ``strides`` in its memory.
 
     It has one box if the recipe fills the ``whole`` tensor, otherwise one for each piece.
     """
     shape = recipe.target.shape
-    if 0 in shape:
-        return Layout(shape, 0, 0, ())
     span = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     boxes = [Box((0,) * len(shape), shape)]
     if not whole:
@@ -310,8 +300,5 @@ def _layout(recipe: Recipe, strides: tuple[int, ...], whole: bool) -> Layout:
 
 
 def _view_storage(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach()
-    if not tensor.numel():
-        return tensor.reshape(-1)
     steps = zip(tensor.shape, tensor.stride(), strict=True)
-    return tensor.as_strided((1 + sum((size - 1) * stride for size, stride in steps),), (1,))
+    return tensor.detach().as_strided((1 + sum((size - 1) * stride for size, stride in steps),), (1,))

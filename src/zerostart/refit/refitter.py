@@ -199,7 +199,6 @@ class WorkerProcesses:
         except BaseException:
             self.close(False)
             raise
-        self._targets: PushTargets | None = None
         #: Workers of the current push, on rank 0.
         self._announced: list[Worker] = []
 
@@ -211,8 +210,8 @@ class WorkerProcesses:
                     "the model's tensors have changed since zerostart.refit was called: call it again"
                 )
         targets = self._world.broadcast_slow(self._find_workers, "looking for workers")
-        self._targets = targets or self._targets
-        assert self._targets is not None, "sent in the first push"
+        if targets is not None:
+            self._targets = targets
         return self._targets
 
     def move(self, writes: ModelWrites, sums: SetDigests) -> int:

@@ -14,8 +14,8 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from zerostart.errors import ConfigError, ConversionError, PeerError, VerifyError, ZerostartError
 from zerostart.refit.image import ByteSet, Image, Sums, make_memory
@@ -27,8 +27,7 @@ logger = logging.getLogger("zerostart")
 HELLO_TIMEOUT_S = 20.0
 
 
-@dataclass(frozen=True)
-class Worker:
+class Worker(NamedTuple):
     """A connected worker and the bytes of the image that it needs."""
 
     name: str
@@ -98,7 +97,7 @@ class WorkerServer:
         """
         deadline = time.monotonic() + self._timeout
         with self._changed:
-            while len(self._workers) < count or (call and call.is_running):
+            while len(self._workers) < count or (call and call.is_alive()):
                 if self._refused:
                     raise ConversionError(self._refused.pop())
                 if call:
@@ -202,14 +201,11 @@ class WorkerServer:
             threading.Thread(target=self._welcome, args=(connection,), daemon=True).start()
 
     def _welcome(self, connection: socket.socket) -> None:
-        channel = None
         try:
-            channel = Channel(connection, "a process that has connected")
-            self._greet(channel)
+            self._greet(Channel(connection, "a process that has connected"))
         except Exception as error:
             logger.warning("a worker could not join: %s", error)
-            if channel is not None:
-                channel.close()
+            connection.close()
 
     def _greet(self, channel: Channel) -> None:
         hello = channel.receive("hello", deadline=time.monotonic() + HELLO_TIMEOUT_S)
@@ -240,18 +236,14 @@ class WorkerServer:
             self._workers.append(worker)
 
 
-class _EngineCall:
-    """A call of the engine in a thread; it may fail or never return."""
+class _EngineCall(threading.Thread):
+    """A thread that calls the engine; the call may fail or never return."""
 
     def __init__(self, work: Callable[[], object], message: str) -> None:
+        super().__init__(name="zerostart-refit-engine", daemon=True)
         self.message, self._work = message, work
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="zerostart-refit-engine", daemon=True)
-        self._thread.start()
-
-    @property
-    def is_running(self) -> bool:
-        return self._thread.is_alive()
+        self.start()
 
     def check(self) -> None:
         """Raise PeerError if the call has failed."""
@@ -260,12 +252,12 @@ class _EngineCall:
 
     def wait(self, timeout: float) -> None:
         """Wait for the call; raise PeerError if it fails or exceeds ``timeout``."""
-        self._thread.join(timeout)
-        if self.is_running:
+        self.join(timeout)
+        if self.is_alive():
             raise PeerError(f"{self.message}: it has not returned within {timeout:.0f} s")
         self.check()
 
-    def _run(self) -> None:
+    def run(self) -> None:
         try:
             self._work()
         except BaseException as error:  # raised by check()

@@ -139,11 +139,11 @@ class EngineDriver(VLLMDriver):
         if self.workers != 1:
             return None
         try:
-            receivers = self._engine.collective_rpc(receiver, kwargs={"process": os.getpid()})
+            rpc = self._engine.collective_rpc
+            receivers: list[Receiver | None] = rpc(receiver, kwargs={"process": os.getpid()})
         except TypeError as error:  # vLLM cannot send functions to other processes
             logger.debug("%s", error)
             return None
-        assert receivers[0] is None or isinstance(receivers[0], Receiver), "see receiver()"
         return receivers[0]
 
     def leave(self) -> None:

@@ -262,8 +262,6 @@ class WithinRanks:
         name = None if target is None else target.name or f"rank {world.rank}"
         self._names = world.all_gather_object(name, "naming the workers")
         self._fill: FillPlan | None = None
-        self._image: Image | None = None
-        self._targets: PushTargets | None = None
         self._last_demands: object = None
 
     @property
@@ -278,17 +276,16 @@ class WithinRanks:
         own, needed = ByteSet.of_writes(ready.plan, ready.image.layout), ByteSet.of([])
         with world.phase("planning"):
             if self._receiver is not None:
-                if self._fill is None or self._image is not ready.image:
+                if self._fill is None or self._fill.image is not ready.image:
                     self._fill = FillPlan(self._receiver, ready.image, self._strict)
-                    self._image = ready.image
                 needed = self._fill.wants
         demand = own.rows.tolist(), needed.rows.tolist()
         demands = world.all_gather_object(demand, "planning the messages")
-        if self._targets is None or self._last_demands != (ready.image.entries, demands):
-            self._last_demands = ready.image.entries, demands
+        if self._last_demands != (ready.image.entries, demands):
             self._owns = [ByteSet.of(rows) for rows, _ in demands]
             self._wants = [ByteSet.of(rows) for _, rows in demands]
             self._targets = PushTargets.of(ready.image, self._names, self._wants)
+            self._last_demands = ready.image.entries, demands
         self._device = self._choose_device(ready)
         return self._targets
 
@@ -375,9 +372,9 @@ class WeightSource:
                 entry = image.layout.tensors[meta.name]
                 out = torch.empty(meta.shape, dtype=meta.dtype, device=device if is_target else "meta")
                 windows = rounds.windows.between(entry.offset, entry.offset + entry.nbytes)
-                for _, ranges in rounds.windows.batches((None, [window]) for window in windows):
-                    for low, high in ranges:
-                        for band in rounds.fetch([(low, high)] if is_target else []):
-                            flat = out.view(-1).view(torch.uint8)[low - entry.offset : high - entry.offset]
-                            flat.copy_(band.rows(low, high - low, 0, 1)[0])
+                # The windows of a batch are neighbours, so they are merged into one range.
+                for _, [(low, high)] in rounds.windows.batches((None, [window]) for window in windows):
+                    for band in rounds.fetch([(low, high)] if is_target else []):
+                        flat = out.view(-1).view(torch.uint8)[low - entry.offset : high - entry.offset]
+                        flat.copy_(band.rows(low, high - low, 0, 1)[0])
                 yield meta.name, out
