@@ -112,7 +112,7 @@ def test_two_runs_cannot_share_a_directory(make_config, tmp_path):
         pass
     assert list(directory.iterdir()) == []
     lock = directory / ".run.lock"
-    with hold_lock(lock), pytest.raises(WriteError, match="another run is at work in"):
+    with hold_lock(lock), pytest.raises(WriteError, match=r"another run uses output\.directory"):
         claim(config).__enter__()
     with claim(config):  # the lock file of a killed run does not block
         assert lock.is_file()
