@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.checkpoint.fuzzing import FORMATS, write
+from tests.checkpoint.fuzzing import FORMATS, READERS, dumps, write
 from zerostart.checkpoint.catalog import Assembled
 from zerostart.checkpoint.formats.training import check_whole, training_states
 from zerostart.checkpoint.source import open_catalog
@@ -60,6 +60,22 @@ def test_a_part_of_another_size_than_the_metadata_says_is_refused(tmp_path: Path
     metadata.state_dict_metadata["model.v"].chunks[1].sizes = torch.Size([1])
     write(files | {".metadata": pickle.dumps(metadata)}, tmp_path / "c")
     error_of(lambda: open_catalog(tmp_path / "c"), "part of 'v' is stored in another shape")
+
+
+def test_an_empty_part_may_have_another_shape(tmp_path: Path) -> None:
+    """FSDP2 with tensor parallelism saves an empty shard of dimension 1 as [0, 0]."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+
+    files, empty, origin = FORMATS["DCP"](), dumps(torch.zeros(0, 0)), torch.Size([0, 3])
+    metadata = pickle.loads(files[".metadata"])
+    chunks = metadata.state_dict_metadata["model.w"].chunks
+    chunks.append(ChunkStorageMetadata(origin, torch.Size([4, 0])))
+    place = _StorageInfo("__1_0.distcp", len(files["__1_0.distcp"]), len(empty))
+    metadata.storage_data[MetadataIndex("model.w", origin)] = place
+    files["__1_0.distcp"] += empty
+    write(files | {".metadata": pickle.dumps(metadata)}, tmp_path / "c")
+    assert READERS["DCP"](tmp_path / "c")["w"] == torch.arange(12.0).numpy().tobytes()
 
 
 def test_unequal_partitions_are_refused(tmp_path: Path) -> None:
